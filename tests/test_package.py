@@ -149,13 +149,13 @@ def import_cycles(graph: grimp.ImportGraph) -> list[list[str]]:
 
 KNOWN_CYCLES = {  # each is named by a module of it; being resolved
     "distrib.cluster.topology",
-    "distrib.training.parameter_server.client",
-    "distrib.training.parameter_server.shard_service",
     "distrib_launch.launch_plan",
     "distrib_launch.runner",
 }
 
 
 def test_no_import_cycles_also_by_imports_inside_functions():
-    cycles = import_cycles(grimp.build_graph("distrib", "distrib_launch", cache_dir=None))
+    cycles = import_cycles(
+        grimp.build_graph("distrib", "distrib_launch", cache_dir=None, exclude_type_checking_imports=True)
+    )
     assert [cycle for cycle in cycles if not KNOWN_CYCLES & set(cycle)] == []

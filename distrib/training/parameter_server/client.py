@@ -40,8 +40,8 @@ FAIL_AFTER_SECONDS = 120.0
 """Time without a server after which a worker fails: a server that is restarted returns far earlier."""
 
 
-class ParameterClient:
-    """This worker's connections to all servers. The training thread may call the public methods of the first part.
+class ServerConnections:
+    """This worker's connections to the primaries of all shards, in a thread of their own, and requests to them.
 
     Args:
         rank: Rank of this worker.
@@ -67,12 +67,6 @@ class ParameterClient:
         """Results of this worker by number: time, and the frames of their pieces, until no server can lose them."""
         self.arenas: dict[int, dict[int, SharedArena]] = {}
         """Memory for servers of this host, by table and shard."""
-        self.group: HostGroup | None = None
-        """The host group that this worker pushes with."""
-        self.push_id: int | None = None
-        """Number under which servers count its pushes; None if it never had a group."""
-        self.last_group_steps: dict[int, int] = {}
-        """By table, the step that was in flight when this worker left its group."""
         self.rejoin: Callable[[], None] = lambda: None
         """Joins all tables again."""
         self.round = 0
@@ -86,6 +80,12 @@ class ParameterClient:
         self._error: Exception | None = None
         self._request_count = 0
         self._is_suspended = False
+        self.group: HostGroup | None = None
+        """The host group that this worker pushes with."""
+        self.push_id: int | None = None
+        """Number under which servers count its pushes; None if it never had a group."""
+        self.last_group_steps: dict[int, int] = {}
+        """By table, the step that was in flight when this worker left its group."""
         self._links = [ServerLink(self, shard) for shard in range(len(addresses))]
         self._thread = threading.Thread(target=self._run, name="parameter-server client", daemon=True)
         self._thread.start()
@@ -154,6 +154,123 @@ class ParameterClient:
             pieces: The frames of its pieces.
         """
         self.loop.call_soon(lambda: self.stored_results.update({number: (time.monotonic(), pieces)}))
+
+    @property
+    def failed(self) -> bool:
+        """True if replies will never arrive."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise the error that has stopped the client, if any."""
+        if self._error:
+            raise self._error
+
+    def is_main(self) -> bool:
+        """Return True if this worker is main. A disconnected worker waits until it knows if another was chosen."""
+        link = self._links[0]
+        while self.main[1] == self.rank and not self.restarted:
+            is_known = link.welcomed or not link.was_welcomed or self.loop.ended
+            if is_known and self.main[1] == self.rank:  # in this order: a welcome reports another main first
+                return True
+            self.check()
+            time.sleep(0.05)
+        return False
+
+    def close(self) -> None:
+        """End the thread. Requests fail from now on."""
+
+        def end() -> None:
+            self.loop.ended = True
+
+        self.loop.call_soon(end)
+        self._thread.join(5.0)
+        self.fail(
+            TrainingError("the parameter servers were asked after job.close()", hint="call it before job.close()")
+        )
+
+    # -- in the client's thread ----------------------------------------------------------------------------------------
+
+    def mark_answered(self, buffer: ChunkBuffer) -> None:
+        """Wake the training thread, as a push was answered.
+
+        Args:
+            buffer: The buffer of the push.
+        """
+        with self._changed:
+            buffer.is_waiting, buffer.is_fresh = False, True
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Let all waiting calls raise an error.
+
+        Args:
+            error: The error; the first one counts.
+        """
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _send_all(self, frame: Frame, payload: Any = b"") -> None:
+        for link in self._links:
+            link.send(frame, payload)
+            link.flush()
+
+    def _run(self) -> None:
+        try:
+            self._tick()
+            self.loop.run()
+        except Exception as error:  # the training thread must not wait for ever
+            self.fail(error)
+        for link in self._links:
+            link.disconnect()
+        if self.group:
+            self.group.close()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.stored_results = {
+            number: result
+            for number, result in self.stored_results.items()
+            if now - result[0] < RESULT_RETENTION_SECONDS
+        }
+        for link in self._links:
+            link.tick(now)
+            self._check_reachable(link, now)
+        # A server that was never reached has taken no step without this worker.
+        away = any(
+            link.was_welcomed and not link.welcomed and now - link.down_since > SUSPEND_AFTER_SECONDS
+            for link in self._links
+        )
+        if away and not self._is_suspended:
+            self.must_rejoin = True
+            self._send_all(Frame(FrameKind.SUSPEND))
+        self._is_suspended = away
+        if self.group:
+            self.group.tick(now)
+        self.loop.call_later(TICK_SECONDS, self._tick)
+
+    def _check_reachable(self, link: ServerLink, now: float) -> None:
+        down_seconds = 0.0 if link.welcomed else now - link.down_since
+        if down_seconds <= WARN_AFTER_SECONDS:
+            return
+        host, port = self.addresses[link.shard]
+        name = f"parameter server {link.shard} at {host}:{port}"
+        if not link.was_reported and self.main[1] == self.rank:
+            link.was_reported = True
+            text = f"{name} was unreachable for {down_seconds:.0f} s; the job fails after {FAIL_AFTER_SECONDS:.0f} s"
+            print(f"distrib: {text}", file=sys.stderr, flush=True)
+        if down_seconds > FAIL_AFTER_SECONDS:
+            hint = "read its log; --replicas 1 survives the loss of a server"
+            if self.replicas:
+                hint = "read the logs of the servers: a replica takes over when the launcher knows that its server has died"
+            self.fail(TrainingError(f"{name} is unreachable", hint=hint))
+
+
+class ParameterClient(ServerConnections):
+    """The client of a worker: pushes, host group and shared memory, on top of its connections.
+
+    The training thread may call the methods of the first part.
+    """
 
     def push(
         self, buffer: ChunkBuffer, step: int, *, final: bool, weight: int = 1, ready: Callable[[], None] | None = None
@@ -268,39 +385,6 @@ class ParameterClient:
                 self.check()
             self.waited_seconds += time.monotonic() - begun
 
-    @property
-    def failed(self) -> bool:
-        """True if replies will never arrive."""
-        return self._error is not None
-
-    def check(self) -> None:
-        """Raise the error that has stopped the client, if any."""
-        if self._error:
-            raise self._error
-
-    def is_main(self) -> bool:
-        """Return True if this worker is main. A disconnected worker waits until it knows if another was chosen."""
-        link = self._links[0]
-        while self.main[1] == self.rank and not self.restarted:
-            is_known = link.welcomed or not link.was_welcomed or self.loop.ended
-            if is_known and self.main[1] == self.rank:  # in this order: a welcome reports another main first
-                return True
-            self.check()
-            time.sleep(0.05)
-        return False
-
-    def close(self) -> None:
-        """End the thread. Requests fail from now on."""
-
-        def end() -> None:
-            self.loop.ended = True
-
-        self.loop.call_soon(end)
-        self._thread.join(5.0)
-        self.fail(
-            TrainingError("the parameter servers were asked after job.close()", hint="call it before job.close()")
-        )
-
     # -- in the client's thread ----------------------------------------------------------------------------------------
 
     def send_push(self, buffer: ChunkBuffer, step: int, *, final: bool, weight: int = 1) -> None:
@@ -349,90 +433,19 @@ class ParameterClient:
             link.offer_memory(table)
             link.flush()
 
-    def leave_group(self, steps: dict[int, int]) -> None:
+    def leave_group(self, steps: dict[int, int], *, excluded: bool) -> None:
         """Push alone from now on, as the host leader has died.
 
         Args:
             steps: By table, the step of which pushes were in flight; this worker continues after it.
+            excluded: True if the group was ahead of this worker, which must join again.
         """
         self.group, self.last_group_steps = None, steps
+        if excluded:
+            self.must_rejoin = True
+            self._send_all(Frame(FrameKind.SUSPEND))
         self._set_push_id(self.rank)
-
-    def mark_answered(self, buffer: ChunkBuffer) -> None:
-        """Wake the training thread, as a push was answered.
-
-        Args:
-            buffer: The buffer of the push.
-        """
-        with self._changed:
-            buffer.is_waiting, buffer.is_fresh = False, True
-            self._changed.notify_all()
-
-    def fail(self, error: Exception) -> None:
-        """Let all waiting calls raise an error.
-
-        Args:
-            error: The error; the first one counts.
-        """
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
 
     def _set_push_id(self, push_id: int) -> None:
         self.push_id = push_id
         self._send_all(Frame(FrameKind.GROUP, version=push_id), encode(self.last_group_steps))
-
-    def _send_all(self, frame: Frame, payload: Any = b"") -> None:
-        for link in self._links:
-            link.send(frame, payload)
-            link.flush()
-
-    def _run(self) -> None:
-        try:
-            self._tick()
-            self.loop.run()
-        except Exception as error:  # the training thread must not wait for ever
-            self.fail(error)
-        for link in self._links:
-            link.disconnect()
-        if self.group:
-            self.group.close()
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        self.stored_results = {
-            number: result
-            for number, result in self.stored_results.items()
-            if now - result[0] < RESULT_RETENTION_SECONDS
-        }
-        for link in self._links:
-            link.tick(now)
-            self._check_reachable(link, now)
-        # A server that was never reached has taken no step without this worker.
-        away = any(
-            link.was_welcomed and not link.welcomed and now - link.down_since > SUSPEND_AFTER_SECONDS
-            for link in self._links
-        )
-        if away and not self._is_suspended:
-            self.must_rejoin = True
-            self._send_all(Frame(FrameKind.SUSPEND))
-        self._is_suspended = away
-        if self.group:
-            self.group.tick(now)
-        self.loop.call_later(TICK_SECONDS, self._tick)
-
-    def _check_reachable(self, link: ServerLink, now: float) -> None:
-        down_seconds = 0.0 if link.welcomed else now - link.down_since
-        if down_seconds <= WARN_AFTER_SECONDS:
-            return
-        host, port = self.addresses[link.shard]
-        name = f"parameter server {link.shard} at {host}:{port}"
-        if not link.was_reported and self.main[1] == self.rank:
-            link.was_reported = True
-            text = f"{name} was unreachable for {down_seconds:.0f} s; the job fails after {FAIL_AFTER_SECONDS:.0f} s"
-            print(f"distrib: {text}", file=sys.stderr, flush=True)
-        if down_seconds > FAIL_AFTER_SECONDS:
-            hint = "read its log; --replicas 1 survives the loss of a server"
-            if self.replicas:
-                hint = "read the logs of the servers: a replica takes over when the launcher knows that its server has died"
-            self.fail(TrainingError(f"{name} is unreachable", hint=hint))

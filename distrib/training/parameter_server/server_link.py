@@ -25,7 +25,7 @@ from distrib.training.parameter_server.transport import (
 from distrib.utils.framing import ProtocolError
 
 if TYPE_CHECKING:
-    from distrib.training.parameter_server.client import ParameterClient
+    from distrib.training.parameter_server.client import ServerConnections
 
 
 class ServerLink:
@@ -36,7 +36,7 @@ class ServerLink:
         shard: Number of the shard.
     """
 
-    def __init__(self, client: ParameterClient, shard: int) -> None:
+    def __init__(self, client: ServerConnections, shard: int) -> None:
         self.client, self.shard = client, shard
         self.epoch = 0
         """The highest epoch of a primary that this worker knows."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 
 from distrib.errors import TrainingError
-from distrib.strategy import Strategy
+from distrib.strategy import Gradients, Strategy
+from distrib.training.gradients.compression import create_compressor
 from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec, partition
 from distrib.training.parameter_server.server_optimizer import (
     ChunkOptimizer,
@@ -23,11 +25,8 @@ from distrib.training.parameter_server.server_optimizer import (
 from distrib.training.parameter_server.shared_memory import is_borrowed
 from distrib.training.parameter_server.update_rules import UpdateController, WeightedGradient
 
-TransferFormat = Literal["fp32", "bf16", "fp16"]
 STATE_TENSORS = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0}
 """Tensors of a parameter's size that an optimizer keeps at most; two for all other optimizers."""
-
-_TRANSFER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TableDescription(msgspec.Struct, frozen=True):
@@ -38,7 +37,7 @@ class TableDescription(msgspec.Struct, frozen=True):
     options: tuple[dict[str, Any], ...]
     """Settings of each parameter group."""
     servers: int
-    transfer_format: TransferFormat = "fp32"
+    transfer_format: str = "fp32"
     shared: bool = False
     """True if all workers share memory with the servers."""
     pushers: int = 1
@@ -73,15 +72,16 @@ def _format(parameter: ParameterSpec) -> str:
     return f"{parameter.kind} {list(parameter.shape)} in group {parameter.group}"
 
 
-def transfer_dtype(transfer_format: TransferFormat, kind: str) -> torch.dtype:
+@functools.cache
+def transfer_dtype(transfer_format: str, kind: str) -> torch.dtype:
     """Return the dtype in which numbers are sent.
 
     Args:
-        transfer_format: The format of transfer; `fp32` stands for the numbers' own.
-        kind: Name of their dtype on the server, as in torch.
+        transfer_format: A gradient format that can carry parameters.
+        kind: Name of the numbers' dtype on the server, as in torch.
     """
     own: torch.dtype = getattr(torch, kind)
-    return _TRANSFER_DTYPES.get(transfer_format, own)
+    return create_compressor(Gradients(transfer_format)).value_dtype or own
 
 
 def as_memoryview(tensor: torch.Tensor) -> memoryview:

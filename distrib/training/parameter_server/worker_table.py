@@ -25,7 +25,6 @@ from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec
 from distrib.training.parameter_server.server_optimizer import group_options, optimizer_spec
 from distrib.training.parameter_server.server_table import (
     TableDescription,
-    TransferFormat,
     as_memoryview,
     transfer_dtype,
 )
@@ -33,8 +32,8 @@ from distrib.training.parameter_server.shared_memory import SharedArena
 from distrib.training.parameter_server.transport import FINAL, Frame, FrameKind, decode
 
 
-class WorkerTable:
-    """A table on a worker. Every rank creates the same tables in the same order.
+class ChunkedParameters:
+    """The parameters of an optimizer as chunks, and a worker's buffers for them.
 
     Args:
         number: Number of the table.
@@ -42,21 +41,13 @@ class WorkerTable:
         names: Names of the parameters of all models.
         client: The client of this worker.
         transfer_format: Format in which gradients and values are sent.
-        counts_skipped_steps: True if other workers wait for this one's steps, also for those that it leaves out.
         pushers: Number of host groups and of workers without one.
     """
 
     def __init__(
-        self,
-        number: int,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        client: ParameterClient,
-        transfer_format: TransferFormat,
-        *,
-        counts_skipped_steps: bool,
-        pushers: int,
-    ) -> None:
+        self, number: int, optimizer: Optimizer, names: Mapping[torch.Tensor, str], client: ParameterClient,
+        transfer_format: str, pushers: int,
+    ) -> None:  # fmt: skip
         self.number, self.client, self.optimizer = number, client, optimizer
         self.parameters: list[torch.Tensor] = []
         self._names = names
@@ -89,20 +80,6 @@ class WorkerTable:
         for chunk in self.chunks:
             for piece in chunk.pieces:
                 self.chunks_of[self.parameters[piece.parameter]].append(chunk.number)
-        self.step = 0
-        self.pushes_in_backward = True
-        """True if the next backward pass is the last before a step."""
-        self.changes = ParameterChangeCheck(self.parameters, self.name_of)
-        self._counts_skipped_steps = counts_skipped_steps
-        self._step_has_begun = False
-        self._is_eager = True  # False if gradients change between backward and step, as by clipping
-        self._repeat_pushes = False  # True if what was pushed of this step may be outdated
-        self._sent_options: list[dict[str, Any]] = list(self.description.options)
-        self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}  # gradients of each chunk
-        self._first_values: dict[int, torch.Tensor] = {}
-        self._received: set[int] = set()  # chunks whose buffers have had the servers' value
-        self._pushed: set[int] = set()  # chunks that were pushed in this step
-        self._gradients = PushedGradients()
 
     def _create_buffers(self, arenas: Mapping[int, SharedArena]) -> list[ChunkBuffer]:
         return [
@@ -139,6 +116,92 @@ class WorkerTable:
             parameter: The parameter.
         """
         return self._names.get(parameter, f"a parameter {list(parameter.shape)}")
+
+    def chunks_with(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Return the chunks that hold any element of these parameters.
+
+        Args:
+            parameters: Parameters, perhaps of other tables, too.
+        """
+        return sorted({chunk for parameter in parameters for chunk in self.chunks_of.get(parameter, ())})
+
+    def _install(self, chunk: Chunk, value: torch.Tensor) -> None:
+        offset = 0
+        for piece in chunk.pieces:
+            size = piece.stop - piece.start
+            data = self.parameters[piece.parameter].data
+            if data.is_contiguous():
+                data.view(-1)[piece.start : piece.stop].copy_(value[offset : offset + size], non_blocking=True)
+            else:  # such as channels last
+                whole = data.reshape(-1)
+                whole[piece.start : piece.stop] = value[offset : offset + size].to(data.device, non_blocking=True)
+                data.copy_(whole.view(data.shape))
+            offset += size
+
+    def _flat_value(self, chunk: Chunk) -> torch.Tensor:
+        parts = [self.parameters[p.parameter].data.reshape(-1)[p.start : p.stop] for p in chunk.pieces]
+        return torch.cat([part.to("cpu", getattr(torch, chunk.kind)) for part in parts])
+
+    def _copy_gradient(self, chunk: Chunk, buffer: ChunkBuffer, *, empty: bool) -> None:
+        offset = 0
+        for piece in chunk.pieces:
+            size = piece.stop - piece.start
+            target = buffer.gradient[offset : offset + size]
+            gradient = self.parameters[piece.parameter].grad
+            if gradient is None or empty:
+                if not self._on_cpu and target.is_pinned():
+                    torch.cuda.current_stream().synchronize()  # an earlier copy of the GPU must not come later
+                target.zero_()
+            else:
+                _refuse_sparse(gradient)
+                part = gradient.reshape(-1)[piece.start : piece.stop]
+                if target.dtype is torch.float16 and part.dtype is not torch.float16:
+                    # Larger values would become infinite after all checks for infinite gradients.
+                    largest = torch.finfo(torch.float16).max
+                    part = part.to(torch.float16).clamp_(-largest, largest)
+                target.copy_(part, non_blocking=True)
+            offset += size
+
+
+class WorkerTable(ChunkedParameters):
+    """A table on a worker. Every rank creates the same tables in the same order.
+
+    Args:
+        number: Number of the table.
+        optimizer: The script's optimizer.
+        names: Names of the parameters of all models.
+        client: The client of this worker.
+        transfer_format: Format in which gradients and values are sent.
+        counts_skipped_steps: True if other workers wait for this one's steps, also for those that it leaves out.
+        pushers: Number of host groups and of workers without one.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        client: ParameterClient,
+        transfer_format: str,
+        *,
+        counts_skipped_steps: bool,
+        pushers: int,
+    ) -> None:
+        super().__init__(number, optimizer, names, client, transfer_format, pushers)
+        self.step = 0
+        self.pushes_in_backward = True
+        """True if the next backward pass is the last before a step."""
+        self.changes = ParameterChangeCheck(self.parameters, self.name_of)
+        self._counts_skipped_steps = counts_skipped_steps
+        self._step_has_begun = False
+        self._is_eager = True  # False if gradients change between backward and step, as by clipping
+        self._repeat_pushes = False  # True if what was pushed of this step may be outdated
+        self._sent_options: list[dict[str, Any]] = list(self.description.options)
+        self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}  # gradients of each chunk
+        self._first_values: dict[int, torch.Tensor] = {}
+        self._received: set[int] = set()  # chunks whose buffers have had the servers' value
+        self._pushed: set[int] = set()  # chunks that were pushed in this step
+        self._gradients = PushedGradients()
 
     # -- begin and end -------------------------------------------------------------------------------------------------
 
@@ -177,14 +240,6 @@ class WorkerTable:
         self.client.request_all(Frame(FrameKind.RETIRE, table=self.number))
 
     # -- values --------------------------------------------------------------------------------------------------------
-
-    def chunks_with(self, parameters: Iterable[torch.Tensor]) -> list[int]:
-        """Return the chunks that hold any element of these parameters.
-
-        Args:
-            parameters: Parameters, perhaps of other tables, too.
-        """
-        return sorted({chunk for parameter in parameters for chunk in self.chunks_of.get(parameter, ())})
 
     def give_values(self, numbers: Iterable[int], *, replace: bool) -> None:
         """Send the model's values of chunks to the servers.
@@ -241,23 +296,6 @@ class WorkerTable:
     def wait(self) -> None:
         """Wait until all steps are answered. Pushes of the next step are answered after it is taken."""
         self.client.wait(buffer for buffer in self.buffers if buffer.chunk not in self._pushed)
-
-    def _install(self, chunk: Chunk, value: torch.Tensor) -> None:
-        offset = 0
-        for piece in chunk.pieces:
-            size = piece.stop - piece.start
-            data = self.parameters[piece.parameter].data
-            if data.is_contiguous():
-                data.view(-1)[piece.start : piece.stop].copy_(value[offset : offset + size], non_blocking=True)
-            else:  # such as channels last
-                whole = data.reshape(-1)
-                whole[piece.start : piece.stop] = value[offset : offset + size].to(data.device, non_blocking=True)
-                data.copy_(whole.view(data.shape))
-            offset += size
-
-    def _flat_value(self, chunk: Chunk) -> torch.Tensor:
-        parts = [self.parameters[p.parameter].data.reshape(-1)[p.start : p.stop] for p in chunk.pieces]
-        return torch.cat([part.to("cpu", getattr(torch, chunk.kind)) for part in parts])
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -381,24 +419,7 @@ class WorkerTable:
         if number not in self._pushed:
             self.install_values([number])  # the reply to the last step, if no forward pass has asked for it
             self._pushed.add(number)
-        offset = 0
-        for piece in chunk.pieces:
-            size = piece.stop - piece.start
-            target = buffer.gradient[offset : offset + size]
-            gradient = self.parameters[piece.parameter].grad
-            if gradient is None or empty:
-                if not self._on_cpu and target.is_pinned():
-                    torch.cuda.current_stream().synchronize()  # an earlier copy of the GPU must not come later
-                target.zero_()
-            else:
-                _refuse_sparse(gradient)
-                part = gradient.reshape(-1)[piece.start : piece.stop]
-                if target.dtype is torch.float16 and part.dtype is not torch.float16:
-                    # Larger values would become infinite after all checks for infinite gradients.
-                    largest = torch.finfo(torch.float16).max
-                    part = part.to(torch.float16).clamp_(-largest, largest)
-                target.copy_(part, non_blocking=True)
-            offset += size
+        self._copy_gradient(chunk, buffer, empty=empty)
         ready = _wait_for_copy(self.parameters[chunk.pieces[0].parameter])
         self.client.push(buffer, self.step + 1, final=final, weight=0 if empty else 1, ready=ready)
 

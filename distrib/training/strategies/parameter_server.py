@@ -145,9 +145,8 @@ class ParameterServerStrategy(ElasticStrategy):
             parameter: name for model in self.models.models for name, parameter in model.named_parameters()
         }
         self._group_host()
-        transfer_format: Any = self.settings.gradients.format
         table = WorkerTable(
-            self._created_tables, optimizer, names, self.client, transfer_format,
+            self._created_tables, optimizer, names, self.client, self.settings.gradients.format,
             counts_skipped_steps=self.settings.staleness is not None, pushers=self._pushers,
         )  # fmt: skip
         self._created_tables += 1

@@ -60,7 +60,7 @@ class HostMember(HostGroup):
         joins, self._joins = self._joins, {}
         for future in joins.values():
             future.set_result(0)
-        self.client.leave_group(steps)
+        self.client.leave_group(steps, excluded=bool(self._excluded))
 
     def _on_frame(self, _: LocalConnection, frame: Frame, payload: Any) -> None:
         if frame.kind is FrameKind.VALUE:
