@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from distrib.errors import LaunchError
+from distrib.utils import log
 from distrib.utils.ranges import ranges
 
 BACKLOG_BYTES = 64 << 20
@@ -290,9 +291,12 @@ class Console:
 
 
 def report_error(error: object) -> None:
-    """Print an error of the command itself."""
-    with contextlib.suppress(OSError):
-        print(f"distrib-launch: error: {error}", file=sys.stderr, flush=True)
+    """Report an error of `distrib-launch`.
+
+    Args:
+        error: Error or message.
+    """
+    log.get_logger("launch").error("%s", error)
 
 
 def ignore_closed_streams() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,10 +15,13 @@ from distrib.probe.records import CollectiveMeasurement, PairMeasurement, ProbeE
 from distrib.probe.settings import GPUDIRECT_OFF_VALUES, GPUDIRECT_VARIABLE, Mode, Transport
 from distrib.probe.stages import LINKS_DONE
 from distrib.utils import signals
+from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import runner
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import Failure, Result
+
+log = get_logger("topo")
 
 MAX_RELAUNCHES = 4
 """Launches after a failure until the probe gives up."""
@@ -124,7 +126,7 @@ class _ProbeLaunches:
             except DistribError as error:
                 if not self._launches:
                     raise
-                print(f"distrib-topo: {error}", file=sys.stderr)
+                log.info(f"{error}", extra=PLAIN)
                 break
             self._launches += 1
             if self._ended() or not self._may_relaunch():
@@ -145,14 +147,14 @@ class _ProbeLaunches:
         elif self.options.drop_bad_hosts and unhealthy and len(present) - len(unhealthy) > 1:
             self.outcome.left_out |= unhealthy
             for host, why in unhealthy.items():
-                print(f"distrib-topo: warning: {host} is left out: {why}", file=sys.stderr)
+                log.warning(f"{host} is left out: {why}")
         else:
             raise _with_alternative(error, [host for host in present if host not in unhealthy]) from None
 
     def _lose(self, hosts: Mapping[str, str]) -> None:
         self.outcome.lost |= hosts
         for host, why in hosts.items():
-            print(f"distrib-topo: {host} was lost: {why}; continuing without it", file=sys.stderr)
+            log.info(f"{host} was lost: {why}; continuing without it", extra=PLAIN)
 
     def _ended(self) -> bool:
         result = self.outcome.result
@@ -176,7 +178,7 @@ class _ProbeLaunches:
             self._lose({failure.host: failure.message})
         else:
             self._failed.add(failure.host)
-            print(f"distrib-topo: {failure.host}: {failure.message}; trying once more", file=sys.stderr)
+            log.info(f"{failure.host}: {failure.message}; trying once more", extra=PLAIN)
         return True
 
     def _measure_without_gpudirect(self) -> None:

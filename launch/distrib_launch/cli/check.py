@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 from distrib.utils import files
+from distrib.utils.log import PLAIN, get_logger
 from distrib_launch.cli.options import add_connection_options, add_host_filter, add_hosts, host_filter
 from distrib_launch.host_selection import HostFilter
 
@@ -175,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"distrib-topo: {text}", file=sys.stderr, flush=True)
+    get_logger("topo").info("%s", text, extra=PLAIN)
 
 
 def _print_report(report: PreflightReport) -> None:

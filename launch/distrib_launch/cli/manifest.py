@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 
 from distrib.errors import ConfigError
+from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import rank_environment, runner
 from distrib_launch.cli.launch_arguments import parser
 from distrib_launch.console import tolerate_closed_pipe
 from distrib_launch.engines import kubernetes
 from distrib_launch.launch_options import LaunchOptions
+
+log = get_logger("launch")
 
 DECIDED_HERE = frozenset(
     [
@@ -78,13 +80,13 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
 
         text = yaml.safe_dump(json.loads(text), sort_keys=False)  # a tree without shared nodes, so no YAML anchors
     for note in (*plan.notes, *kubernetes.notes_on_pods(plan, environment, pods.resources)):
-        print(f"distrib-launch: note: {note}", file=sys.stderr)
+        log.info("%s", note)
     if pods.manifest:
         try:
             Path(pods.manifest).write_text(text)
         except OSError as error:
             raise ConfigError(f"--manifest {pods.manifest}: {error.strerror}", hint="name another file") from None
-        print(f"distrib-launch: start it with: kubectl create -f {pods.manifest}", file=sys.stderr)
+        log.info("start it with: kubectl create -f %s", pods.manifest, extra=PLAIN)
     else:
         with tolerate_closed_pipe():
             print(text, end="")

@@ -23,6 +23,7 @@ from distrib.probe.diagnosis.finding import Finding, rank_findings
 from distrib.probe.journal import Journal
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
 from distrib.utils import files, signals
+from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import run_directory
 from distrib_launch.cli.options import (
     accept_old_spelling,
@@ -35,6 +36,8 @@ from distrib_launch.cli.options import (
 from distrib_launch.console import tolerate_closed_pipe
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.probe_job import ProbeOptions, ProbeOutcome, hides_gpus, probed_hosts, run_probe
+
+log = get_logger("topo")
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
@@ -163,7 +166,7 @@ class _ProbeCommand:
             # Not raised: the findings have been shown.
             problems.append(LaunchError(f"the probe was not completed: {why}", hint=self._resume_hint()))
         for problem in problems:
-            print(f"distrib-topo: error: {problem}", file=sys.stderr)
+            log.error("%s", problem)
         if problems:
             return problems[-1].exit_code
         if self.options.output:
@@ -188,7 +191,7 @@ class _ProbeCommand:
                 self.options.output, listed, self.hosts, self.options.mode, without_gpus=hides_gpus(self.probe)
             )
             for note in notes:
-                print(f"distrib-topo: note: {note}", file=sys.stderr)
+                log.info("%s", note)
         return earlier, _read_baseline(self.options.baseline, set(self.hosts)) if self.options.baseline else None
 
     def _open_journal(self) -> Journal:
@@ -216,10 +219,10 @@ class _ProbeCommand:
         """Report how to resume. Returns the exit code."""
         self.journal.reload()
         if self.journal.done_stages:
-            print(f"distrib-topo: interrupted; {self._resume_hint()}", file=sys.stderr)
+            log.info(f"interrupted; {self._resume_hint()}", extra=PLAIN)
         else:
             self.journal.remove()
-            print("distrib-topo: interrupted before anything was measured", file=sys.stderr)
+            log.info("interrupted before anything was measured", extra=PLAIN)
         return code
 
     def _resume_hint(self) -> str:

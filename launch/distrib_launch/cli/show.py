@@ -17,6 +17,7 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError, TopologyError
 from distrib.units import format_size
 from distrib.utils import files, plotting
+from distrib.utils.log import get_logger
 from distrib.utils.ranges import ranges
 from distrib_launch.cli import check
 from distrib_launch.cli.options import add_hosts, add_ssh
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             _print_view(view, options.plot, queried, options.output)
     for problem in queried.problems if queried else ():
-        print(f"distrib-topo: error: {problem}", file=sys.stderr)
+        get_logger("topo").error("%s", problem)
     return 3 if queried and queried.problems else 0
 
 

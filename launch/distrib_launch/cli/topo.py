@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from distrib._version import __version__
 from distrib.errors import DistribError
 from distrib.utils import files, signals
+from distrib.utils.log import get_logger
 from distrib_launch.cli.options import Parser
 from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
 
@@ -20,11 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     except DistribError as error:
-        print(f"distrib-topo: error: {error}", file=sys.stderr)
+        get_logger("topo").error("%s", error)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print("distrib-topo: error: interrupted", file=sys.stderr, flush=True)
+        get_logger("topo").error("interrupted")
         return signals.exit_code(interrupt)
 
 
