@@ -21,7 +21,13 @@ from distrib.probe.records import (
     Record,
     group_by_machine,
 )
-from distrib.probe.settings import GPUDIRECT_OFF_VALUES, GPUDIRECT_VARIABLE, ProbeSettings, ProbeTimeouts
+from distrib.probe.settings import (
+    GPUDIRECT_OFF_VALUES,
+    GPUDIRECT_VARIABLE,
+    TCP_STREAMS,
+    ProbeSettings,
+    ProbeTimeouts,
+)
 from distrib.probe.stages import COLLECTIVE_START_SECONDS, Stage
 from distrib.units import format_size
 
@@ -123,7 +129,7 @@ class MeasurementRunner:
             seconds=seconds,
             max_seconds=most,
             variation=self.settings.variation if alone else None,
-            streams=self.hosts.streams(stage.network),
+            streams=TCP_STREAMS,
             pings=self.settings.pings,
             sizes=sizes,
             timeout_seconds=self._transfer_timeout(stage),

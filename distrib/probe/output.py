@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from distrib.cluster.measurements import Measurements
+from distrib.cluster.measurements import IntraNodeLinkMeasurement, Measurements
 from distrib.cluster.measurements_writer import check_accepts_measurements, check_writable
 from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import check_hosts, parse_topology, read_topology
@@ -19,26 +19,21 @@ from distrib.utils import files
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
     from distrib.cluster.inventory import Inventory
-    from distrib.probe.settings import Mode
 
 MIN_REPLACED_FRACTION = 0.5
 """A probe replaces earlier measurements only if it has this fraction of its hosts, and of the file's links."""
 
 
-def check_output(
-    path: str, listed: HostList, hosts: Collection[str], mode: Mode, *, without_gpus: bool = False
-) -> tuple[Measurements | None, list[str]]:
+def check_output(path: str, listed: HostList, hosts: Collection[str]) -> tuple[Measurements | None, list[str]]:
     """Check that a topology file can take the measurements of a probe.
 
     Args:
         path: The file; it may not exist yet.
         listed: All hosts that the user named.
         hosts: Names of the hosts to probe.
-        mode: Mode of the probe.
-        without_gpus: True if the probe's ranks see no GPU.
 
     Returns:
-        The earlier measurements of the file, and notes on what of them the probe will drop.
+        The earlier measurements of the file, and notes for the user.
 
     Raises:
         ConfigError: The file is not writable, or has measurements of many more hosts.
@@ -63,27 +58,19 @@ def check_output(
             f"-o {path}: it has {len(links)} links of {earlier.when}, and these hosts have {len(kept)} of them",
             hint="name another file, or delete its `measured:` part",
         )
-    return earlier, [*notes, *_dropped(path, earlier, hosts, mode, without_gpus)]
-
-
-def _dropped(path: str, earlier: Measurements, hosts: Collection[str], mode: Mode, without_gpus: bool) -> list[str]:
-    """Describe earlier measurements that this probe will not repeat."""
-    curves = ["curves"] if any(pair.curve for pair in earlier.pairs) else []
-    quick = ["all-reduce"] * bool(earlier.collectives) + curves if mode == "quick" else []
-    by_gpus = ["GPU copies"] if any({link.source, link.target} != {"memory"} for link in earlier.inside) else []
-    if mode != "quick" and any(each.backend == "nccl" for each in earlier.collectives):
-        by_gpus.append("all-reduce over NCCL")
+    parts = {"links": earlier.pairs, "GPU copies": _of_gpus(earlier), "all-reduce": earlier.collectives}
+    parts["curves"] = [pair for pair in earlier.pairs if pair.curve]
+    listed_parts = ", ".join(name for name, measured in parts.items() if measured)
     gone = [host for host in earlier.hosts if host not in hosts]
-    dropped = {
-        "without --quick": quick,
-        "with GPUs": by_gpus if without_gpus else [],
-        "with these hosts": [f"links of {name_hosts(gone)}"] if gone else [],
-    }
-    return [
-        f"{path} has {' and '.join(what)} of {earlier.when}, which this probe drops; to keep them, probe {how}"
-        for how, what in dropped.items()
-        if what
+    without = f", and leaves out {name_hosts(gone)}" if gone else ""
+    return earlier, [
+        *notes,
+        f"the probe replaces the measurements of {earlier.when} in {path} ({listed_parts}){without}",
     ]
+
+
+def _of_gpus(measured: Measurements) -> list[IntraNodeLinkMeasurement]:
+    return [link for link in measured.inside if {link.source, link.target} != {"memory"}]
 
 
 def why_kept(earlier: Measurements | None, now: Measurements, *, complete: bool, lost: Collection[str]) -> str:

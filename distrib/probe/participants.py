@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from distrib.cluster.node import name_hosts
 from distrib.probe.protocol import ProbeSpec, RankHello
 from distrib.probe.records import Facts
 from distrib.probe.secondary_networks import other_networks
-from distrib.probe.settings import MIN_FAST_LINK_STREAMS, MODES, SINGLE_STREAM_BYTES_PER_SECOND
 
 
 class Participants:
@@ -33,7 +32,6 @@ class Participants:
         self.collective_ranks = on_gpus or tuple(range(len(hellos)))
         """The ranks of all-reduces. If some have GPUs, the others cannot take part: NCCL and Gloo do not mix."""
         self.networks = {network.name: network for network in other_networks(tuple(self.facts.values()))}
-        self._default_streams = MODES[spec.mode].streams
 
     @property
     def collective_hosts(self) -> set[str]:
@@ -58,20 +56,3 @@ class Participants:
         if network is None:
             return self.facts[host].address
         return self.networks[network].nics[self.names[host]][1]
-
-    def streams(self, network: str | None) -> int:
-        """Return the number of TCP connections per link of a network.
-
-        Few are enough only if every NIC reports a low rate: cloud providers limit the rate of each connection, and their NICs
-        report none.
-
-        Args:
-            network: A secondary network, or None for that of the job.
-        """
-        nics: Mapping[str, str | None] = {facts.host: facts.interface for facts in self.facts.values()}
-        if network is not None:
-            nics = {host: name for host, (name, _) in self.networks[network].nics.items()}
-        interfaces = [each.named(nics[each.host]) for each in self.facts.values() if each.host in nics]
-        rates = [interface.speed_bytes_per_second or 0.0 if interface else 0.0 for interface in interfaces]
-        slow = all(0 < rate <= SINGLE_STREAM_BYTES_PER_SECOND for rate in rates)
-        return self._default_streams if slow else max(self._default_streams, MIN_FAST_LINK_STREAMS)

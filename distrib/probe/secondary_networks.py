@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from distrib.probe.records import Facts, PairMeasurement
+from distrib.probe.records import Facts
 
 NIC_KINDS = frozenset({"physical", "bond", "team", "vlan", "ipoib", "veth", "macvlan", "ipvlan", "unknown"})
 """Kinds of interfaces that may reach another host. Tunnels, and bridges without a NIC, do not."""
@@ -38,27 +38,6 @@ def other_networks(facts: Sequence[Facts]) -> tuple[SecondaryNetwork, ...]:
         # docker0 and similar bridges have one address on all hosts
         if len(nics) > 1 and len({address for _, address in nics.values()}) == len(nics)
     )
-
-
-def measured_nics(records: Sequence[PairMeasurement], facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
-    """Map each measured secondary network to its NIC names by host.
-
-    Args:
-        records: Measurements; each names the NIC of its source.
-        facts: The reports of hosts, some of which --quick measures as targets only.
-    """
-    known = {network.name: network.nics for network in other_networks(tuple(facts.values()))}
-    found: dict[str, dict[str, str]] = {}
-    for record in records:
-        if record.network is None:
-            continue
-        names = found.setdefault(record.network, {})
-        for host in (record.source, record.target):
-            if nic := known.get(record.network, {}).get(host):
-                names[host] = nic[0]
-        if record.interface:
-            names[record.source] = record.interface
-    return found
 
 
 def secondary_addresses(facts: Facts) -> tuple[str, ...]:

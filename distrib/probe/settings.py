@@ -18,11 +18,8 @@ GPUDIRECT_VARIABLE = "NCCL_NET_GDR_LEVEL"
 GPUDIRECT_OFF_VALUES = "LOC", "0"
 """Values of `GPUDIRECT_VARIABLE` that turn GPUDirect RDMA off."""
 
-SINGLE_STREAM_BYTES_PER_SECOND = 1.25e9
-"""Fastest link that one TCP connection fills (10 Gb/s)."""
-
-MIN_FAST_LINK_STREAMS = 4
-"""TCP connections of a link that is, or may be, faster than `SINGLE_STREAM_BYTES_PER_SECOND`."""
+TCP_STREAMS = 4
+"""TCP connections per link. One fills links up to 10 Gb/s only, and cloud providers limit the rate of each."""
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -53,8 +50,6 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum and maximum duration of one direction measured alone."""
     alone_budget_seconds: float
     """Duration of all directions alone, per transport; as many rounds as fit in it are measured."""
-    streams: int
-    """TCP connections per link."""
     pings: int
     variation: float
     """Coefficient of variation of the median at which a stream ends early."""
@@ -70,18 +65,18 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 QUICK = ProbeSettings(
     mode="quick", gpu_copy_seconds=0.05, concurrent_seconds=0.12, alone_seconds=(0.12, 0.12), alone_budget_seconds=0.8,
-    streams=1, pings=15, variation=0.03, sizes=(), concurrent_sizes=(), collective_sizes=(), collective_seconds=0.0,
+    pings=15, variation=0.03, sizes=(), concurrent_sizes=(), collective_sizes=(), collective_seconds=0.0,
     both_ways=False, second_transport=False, max_remeasured=12,
 )  # fmt: skip
 DEFAULT = ProbeSettings(
     mode="default", gpu_copy_seconds=0.1, concurrent_seconds=0.2, alone_seconds=(0.15, 0.6), alone_budget_seconds=10.0,
-    streams=4, pings=30, variation=0.01, sizes=geometric_sizes(8, 8 * MIB, 4), concurrent_sizes=(),
+    pings=30, variation=0.01, sizes=geometric_sizes(8, 8 * MIB, 4), concurrent_sizes=(),
     collective_sizes=geometric_sizes(KIB, 64 * MIB, 4), collective_seconds=6.0, both_ways=True, second_transport=True,
     max_remeasured=24,
 )  # fmt: skip
 FULL = ProbeSettings(
     mode="full", gpu_copy_seconds=0.2, concurrent_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=5.6,
-    streams=4, pings=30, variation=0.01, sizes=geometric_sizes(8, 4 * MIB),
+    pings=30, variation=0.01, sizes=geometric_sizes(8, 4 * MIB),
     concurrent_sizes=geometric_sizes(8 * MIB, 64 * MIB), collective_sizes=geometric_sizes(KIB, 256 * MIB),
     collective_seconds=13.5, both_ways=True, second_transport=True, max_remeasured=32,
 )  # fmt: skip

@@ -72,18 +72,6 @@ def probed_hosts(options: ProbeOptions) -> tuple[HostList, tuple[str, ...]]:
     return listed, tuple(host.name for host in planned)
 
 
-def hides_gpus(options: ProbeOptions) -> bool:
-    """Return True if `-x CUDA_VISIBLE_DEVICES=` hides all GPUs from the ranks.
-
-    Args:
-        options: Options of the probe.
-    """
-    from distrib_launch.rank_agent.affinity import listed_gpus  # rank_agent is not imported by the launcher otherwise
-
-    visible = runner.forwarded(options.launch).get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and not listed_gpus(visible)
-
-
 def run_probe(options: ProbeOptions, hosts: tuple[str, ...], journal: Journal, run_dir: Path) -> ProbeOutcome:
     """Launch the probe, and again after failures without lost hosts.
 
@@ -149,7 +137,11 @@ class _ProbeLaunches:
             for host, why in unhealthy.items():
                 log.warning(f"{host} is left out: {why}")
         else:
-            raise _with_alternative(error, [host for host in present if host not in unhealthy]) from None
+            hints = [
+                error.hint,
+                f"--drop-bad-hosts probes the {len(present) - len(unhealthy)} other hosts" * bool(unhealthy),
+            ]
+            raise PreflightError(error.what, hint="; ".join(filter(None, hints)), hosts=error.hosts) from None
 
     def _lose(self, hosts: Mapping[str, str]) -> None:
         self.outcome.lost |= hosts
@@ -233,16 +225,6 @@ def _in_all_reduces(records: Sequence[Record]) -> bool:
         elif isinstance(record, StageDone):
             done |= record.stage == LINKS_DONE
     return done
-
-
-def _with_alternative(error: PreflightError, healthy: Sequence[str]) -> PreflightError:
-    """Add to a refusal how to probe the healthy hosts."""
-    if not healthy or not error.hosts:
-        return error
-    alternative = f"--drop-bad-hosts or --exclude {'@'.join(error.hosts)} probes the {len(healthy)} other hosts"
-    if len(healthy) == 1:
-        alternative = f"a single host has no links; distrib-topo probe -H {healthy[0]} measures inside it"
-    return PreflightError(f"{error.what}\n\n{alternative}", hint=error.hint, hosts=error.hosts)
 
 
 def _launch_probe(

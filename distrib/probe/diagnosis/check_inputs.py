@@ -22,7 +22,7 @@ from distrib.probe.records import (
     Record,
     SharedLinkSides,
 )
-from distrib.probe.secondary_networks import measured_nics
+from distrib.probe.secondary_networks import other_networks
 from distrib.probe.settings import Transport
 
 LinkRates = dict[tuple[str, str], float]
@@ -195,13 +195,15 @@ class CheckInputs:
     def networks(self) -> tuple[CheckInputs, ...]:
         """The inputs of each secondary network, sorted by subnet."""
         found = []
-        for network, names in sorted(measured_nics(self.pairs, self.facts).items()):
-            ends = [host for r in self.pairs if r.network == network for host in (r.source, r.target)]
-            hosts = tuple(sorted(set(ends)))
+        for network in other_networks(tuple(self.facts.values())):
+            hosts = {host for r in self.pairs if r.network == network.name for host in (r.source, r.target)}
+            names = {host: name for host, (name, _) in network.nics.items() if host in hosts}
             found.append(
-                dataclasses.replace(self, transport="tcp", network=network, nic_names=names, hosts=hosts, sides=None)
+                dataclasses.replace(
+                    self, transport="tcp", network=network.name, nic_names=names, hosts=tuple(sorted(hosts)), sides=None
+                )
             )
-        return tuple(found)
+        return tuple(each for each in found if each.hosts)
 
 
 def rate_classes(nic_rates: Mapping[str, float]) -> dict[str, float]:

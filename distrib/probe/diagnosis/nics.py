@@ -11,7 +11,7 @@ from distrib.cluster.node import Nic, name_hosts, shown_hosts
 from distrib.probe.diagnosis.check_inputs import CheckInputs, rate_classes
 from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import Facts
-from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND, Transport
+from distrib.probe.settings import LIMITS, Transport
 from distrib.units import bit_rate_text
 
 ONE_THREAD_BYTES_PER_SECOND = 12.5e9
@@ -76,8 +76,7 @@ def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, LinkS
     for record in inputs.rated:  # of any load: a NIC carries no more beside other traffic
         ends = record.source, record.target
         rate = min(classes.get(host, 0.0) for host in ends)
-        fills = SINGLE_STREAM_BYTES_PER_SECOND if record.streams == 1 else ONE_THREAD_BYTES_PER_SECOND
-        if not rate or (inputs.transport == "tcp" and rate > fills):
+        if not rate or (inputs.transport == "tcp" and rate > ONE_THREAD_BYTES_PER_SECOND):
             continue
         slower = min((nics[host] for host in ends), key=lambda nic: nic.rate_bytes_per_second)
         fraction = record.bandwidth_bytes_per_second / slower.usable_bytes_per_second

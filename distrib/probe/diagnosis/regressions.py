@@ -9,11 +9,8 @@ from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, L
 from distrib.cluster.shared_links import SLOWED
 from distrib.probe.diagnosis.finding import Finding, rank_findings
 from distrib.probe.diagnosis.outliers import severity_of
-from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND
+from distrib.probe.settings import LIMITS
 from distrib.units import bit_rate_text, format_duration, format_rate, format_size
-
-MIN_COMPARED_FRACTION = 0.5
-"""If fewer directions can be compared, a note says so."""
 
 MIN_HOST_LINKS, MIN_HOST_FRACTION = 3, 0.8
 """A host with so many slower links, and such a fraction of its links, is reported once."""
@@ -36,38 +33,26 @@ def find_regressions(before: Measurements, now: Measurements) -> tuple[Finding, 
         The findings, ranked.
     """
     links = _compared_links(before, now)
-    found = list(_coverage(links, before, now))
+    found = [*_copy_regressions(before, now), *_collective_regressions(before, now)]
     for network in sorted({new.network or "" for _, new in links}):
         found += _link_regressions([pair for pair in links if (pair[1].network or "") == network], network, before.when)
-    return rank_findings([*found, *_copy_regressions(before, now), *_collective_regressions(before, now)])
+    return rank_findings(found)
 
 
-def describe_unchanged(before: Measurements, now: Measurements) -> str:
-    """Describe a comparison without regressions.
+def describe_comparison(before: Measurements, now: Measurements) -> str:
+    """Describe how much could be compared: links alone, or beside the traffic of the same hosts.
 
     Args:
         before: The earlier probe.
         now: This probe.
     """
-    directions = {(new.source, new.target) for _, new in _compared_links(before, now)}
-    copies, collectives = len(list(_common_copies(before, now))), len(list(_common_collectives(before, now)))
-    more = f", {copies} copies inside hosts" if copies else ""
-    more += f", {collectives} all-reduce(s)" if collectives else ""
-    return f"compared with the probe of {before.when}: no regression in {len(directions)} directions{more}"
-
-
-def _coverage(links: Sequence[LinkPair], before: Measurements, now: Measurements) -> Iterator[Finding]:
-    """Report that most directions could not be compared."""
-    compared = {(new.source, new.target) for _, new in links}
+    compared = {(new.source, new.target) for _, new in _compared_links(before, now)}
     every = {(link.source, link.target) for link in now.pairs}
-    if len(compared) < MIN_COMPARED_FRACTION * len(every):
-        yield Finding(
-            kind="not_compared", severity="note",
-            what=f"only {len(compared)} of {len(every)} directions were comparable with the probe of {before.when}",
-            evidence="the others were not measured then, or beside other hosts' traffic, or with another number of TCP streams",
-            advice="probe the same hosts in the same mode (--quick, --full)", hosts=now.hosts,
-            ratio=len(compared) / len(every),
-        )  # fmt: skip
+    copies, collectives = len(list(_common_copies(before, now))), len(list(_common_collectives(before, now)))
+    return (
+        f"compared with the probe of {before.when}: {len(compared)} of {len(every)} directions, {copies} copies inside hosts, "
+        f"{collectives} all-reduce(s)"
+    )
 
 
 def _compared_links(before: Measurements, now: Measurements) -> list[LinkPair]:
@@ -78,9 +63,7 @@ def _compared_links(before: Measurements, now: Measurements) -> list[LinkPair]:
             key = host, link.transport, link.network
             fastest[key] = max(fastest.get(key, 0.0), link.bandwidth_bytes_per_second)
 
-    def comparable(old: LinkMeasurement, new: LinkMeasurement) -> bool:
-        if not _same_streams(old, new):
-            return False
+    def comparable(old: LinkMeasurement) -> bool:
         # The shares of a link that others slowed down vary from run to run.
         own = min(fastest[host, old.transport, old.network] for host in (old.source, old.target))
         return old.load == "alone" or old.bandwidth_bytes_per_second >= SLOWED * own
@@ -90,19 +73,13 @@ def _compared_links(before: Measurements, now: Measurements) -> list[LinkPair]:
     for load in ("alone", "together") if before.hosts == now.hosts else ("alone",):
         for new in now.pairs:
             old = earlier.get(_link_key(new))
-            if new.load == load and not new.both_ways and old is not None and comparable(old, new):
+            if new.load == load and not new.both_ways and old is not None and comparable(old):
                 found.setdefault((new.source, new.target, new.transport, new.network), (old, new))
     return list(found.values())
 
 
 def _link_key(link: LinkMeasurement) -> tuple[str, str, str, str, bool, str | None]:
     return link.source, link.target, link.transport, link.load, link.both_ways, link.network
-
-
-def _same_streams(old: LinkMeasurement, new: LinkMeasurement) -> bool:
-    """Return True if the number of TCP streams was equal, or one stream fills the link."""
-    faster = max(old.bandwidth_bytes_per_second, new.bandwidth_bytes_per_second)
-    return new.transport == "mpi" or old.streams == new.streams or faster <= SINGLE_STREAM_BYTES_PER_SECOND
 
 
 def _link_regressions(links: Sequence[LinkPair], network: str, when: str) -> Iterator[Finding]:
@@ -193,33 +170,23 @@ def _common_copies(
 
 
 def _copy_regressions(before: Measurements, now: Measurements) -> Iterator[Finding]:
-    """Report each slower copy, or a host with many as one finding."""
+    """Report the slowest copy of each host, with the number of slower ones."""
     slower: dict[str, list[tuple[float, IntraNodeLinkMeasurement, IntraNodeLinkMeasurement]]] = {}
     for old, new in _common_copies(before, now):
         ratio = new.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
         if ratio < LIMITS.regression_fraction:
             slower.setdefault(new.host, []).append((ratio, old, new))
     for host, copies in slower.items():
-        copies.sort(key=lambda each: each[0])
-        if len(copies) > MIN_HOST_LINKS:
-            ratio = statistics.median(ratio for ratio, _, _ in copies)
-            yield _copy_regression(f"{host}: {len(copies)} copies have", ratio, *copies[0][1:], before.when)
-            continue
-        for ratio, old, new in copies:
-            subject = f"{host}: {new.source} to {new.target} ({new.path or 'copy'}) has"
-            yield _copy_regression(subject, ratio, old, new, before.when)
-
-
-def _copy_regression(
-    subject: str, ratio: float, old: IntraNodeLinkMeasurement, new: IntraNodeLinkMeasurement, when: str
-) -> Finding:
-    return Finding(
-        kind="worse_than_baseline", severity=severity_of(ratio), what=f"{subject} {ratio:.0%} of the earlier bandwidth",
-        evidence=f"{new.source} to {new.target}: {format_rate(new.bandwidth_bytes_per_second, digits=3)} now ({new.path or 'copy'}), "
-        f"{format_rate(old.bandwidth_bytes_per_second, digits=3)} ({old.path or 'copy'}) on {when}",
-        advice="nvidia-smi -q: check link width and generation, and that NVLinks are up", hosts=(new.host,), ratio=ratio,
-        loss=(1 - ratio) / 2,
-    )  # fmt: skip
+        ratio, old, new = min(copies, key=lambda each: each[0])
+        more = f", and {len(copies) - 1} more copies are slower" if len(copies) > 1 else ""
+        yield Finding(
+            kind="worse_than_baseline", severity=severity_of(ratio),
+            what=f"{host}: {new.source} to {new.target} ({new.path or 'copy'}) has {ratio:.0%} of the earlier bandwidth{more}",
+            evidence=f"{format_rate(new.bandwidth_bytes_per_second, digits=3)} now ({new.path or 'copy'}), "
+            f"{format_rate(old.bandwidth_bytes_per_second, digits=3)} ({old.path or 'copy'}) on {before.when}",
+            advice="nvidia-smi -q: check link width and generation, and that NVLinks are up", hosts=(host,), ratio=ratio,
+            loss=(1 - ratio) / 2,
+        )  # fmt: skip
 
 
 def _common_collectives(before: Measurements, now: Measurements) -> Iterator[tuple[Collective, float, float, int]]:

@@ -7,7 +7,6 @@ a probe that was cut short is resumed, and one that loses a host continues witho
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -35,7 +34,7 @@ from distrib_launch.cli.options import (
 )
 from distrib_launch.console import tolerate_closed_pipe
 from distrib_launch.launch_options import LaunchOptions
-from distrib_launch.probe_job import ProbeOptions, ProbeOutcome, hides_gpus, probed_hosts, run_probe
+from distrib_launch.probe_job import ProbeOptions, ProbeOutcome, probed_hosts, run_probe
 
 log = get_logger("topo")
 
@@ -187,31 +186,19 @@ class _ProbeCommand:
         if self.options.output:
             from distrib.probe.output import check_output  # loads the YAML reader, only with -o
 
-            earlier, notes = check_output(
-                self.options.output, listed, self.hosts, self.options.mode, without_gpus=hides_gpus(self.probe)
-            )
+            earlier, notes = check_output(self.options.output, listed, self.hosts)
             for note in notes:
                 log.info("%s", note)
         return earlier, _read_baseline(self.options.baseline, set(self.hosts)) if self.options.baseline else None
 
     def _open_journal(self) -> Journal:
-        """Open the journal and create the run directory; remove it if there is nothing to resume."""
-        is_new = not files.exists(self.run_dir)
+        """Create the run directory and open the journal."""
         with run_directory.locked_run_dir(self.run_dir):  # raises if a job runs there
             run_directory.prepare_run_dir(self.run_dir)
         path = self.run_dir / "records.jsonl"
         if self.options.output:
             path = Path(f"{self.options.output}.partial.jsonl")
-        try:
-            return Journal(path, self.hosts, self.options.mode, self.options.resume, self.options.transport)
-        except DistribError:
-            if is_new:
-                with contextlib.suppress(OSError):  # other files stay
-                    (self.run_dir / "ranks").rmdir()
-                    self.run_dir.rmdir()
-                    if not self.options.run_dir:
-                        self.run_dir.parent.rmdir()
-            raise
+        return Journal(path, self.hosts, self.options.mode, self.options.resume, self.options.transport)
 
     # -- after the probe ----------------------------------------------------------------------------------------------
 
@@ -236,7 +223,7 @@ class _ProbeCommand:
 
     def _build_output(self, outcome: ProbeOutcome, records: Sequence[Record], seconds: float) -> ProbeOutput:
         from distrib.probe.diagnosis.checks import check_records  # loads the topology reader, after the probe only
-        from distrib.probe.diagnosis.regressions import describe_unchanged, find_regressions
+        from distrib.probe.diagnosis.regressions import describe_comparison, find_regressions
         from distrib.probe.diagnosis.unmeasured import lost_host_finding
 
         findings = list(check_records(records, self._configured_nics()))
@@ -250,9 +237,8 @@ class _ProbeCommand:
         now = msgspec.structs.replace(now, hosts=present)
         notes = [*_notes(records, outcome, known), *outcome.notes]
         if self.baseline:
-            regressions = find_regressions(self.baseline, now)
-            findings += regressions
-            notes += [] if regressions else [describe_unchanged(self.baseline, now)]
+            findings += find_regressions(self.baseline, now)
+            notes.append(describe_comparison(self.baseline, now))
         seen = [record for record in records if isinstance(record, PairMeasurement) and not record.failed]
         return ProbeOutput(
             mode=self.options.mode,
