@@ -30,6 +30,8 @@ from distrib_launch.supervisor import restarts
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_launch_cluster import wait_for_line
 
+pytestmark = pytest.mark.forked
+
 TRAINING = SCRIPTS / "restarts.py"
 STARTS = SCRIPTS / "starts.py"
 

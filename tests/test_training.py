@@ -58,6 +58,8 @@ from distrib.training.world import World, _from_mpi, find_device, find_world
 from distrib.utils import netif
 from tests import fork_server
 
+pytestmark = pytest.mark.forked
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -1104,10 +1106,7 @@ def test_a_model_trained_by_one_output_at_a_time(tmp_path):
     script = tmp_path / "heads.py"
     script.write_text(TWO_HEADS)
     result = run_ranks(2, script)
-    assert (
-        result.returncode
-        and "kind.weight, kind.bias got no gradient in the last backward through Judge" in result.stderr
-    )
+    assert result.returncode and "kind.weight, kind.bias got no gradient" in result.stderr
     result = run_ranks(2, script, "unused")
     assert (result.returncode, result.stdout) == (0, "alike\n" * 2), result.stderr
     result = run_ranks(2, script, "unused", "nan")

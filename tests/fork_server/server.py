@@ -163,8 +163,9 @@ def run(words):
             code = compile(file.read(), words[0], "exec")
         exec(code, module.__dict__)
     except Exception as error:
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__.tb_next
-        sys.excepthook(type(error), error, error.__traceback__.tb_next)
+        error.__traceback__ = error.__traceback__.tb_next  # without this frame
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 
