@@ -28,7 +28,7 @@ from distrib.training.nan_guard import NanGuard
 from distrib.training.parameter_server.shared_memory import SharedArena
 from distrib.training.strategies.ddp import wrap_model
 from distrib.training.strategies.local_sgd import Round
-from distrib.training.telemetry.device_timer import Clock
+from distrib.training.telemetry.device_timer import DeviceTimer
 from tests.conftest import ROOT, SCRIPTS, TOPO
 from tests.test_training import run_ranks
 
@@ -307,11 +307,11 @@ def test_buffers_of_all_types_are_sent(group, device):
 
 
 def test_marks_are_in_the_order_of_the_gpu(device):
-    clock = Clock(device)
+    clock = DeviceTimer(device)
     begin = clock.mark()
     torch.cuda._sleep(50_000_000)
     end = clock.mark()
-    clock.settle()
+    clock.synchronize()
     assert clock.has_happened(end) and clock.seconds(begin, end) > 0.001
 
 

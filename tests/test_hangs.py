@@ -331,7 +331,7 @@ def test_a_rank_that_copies_to_its_gpu_waits_for_it(tmp_path):
     """Of memory that is not pinned; with pinned memory it stops anywhere, and the one behind is named."""
     script = tmp_path / "train.py"
     script.write_text("images = images.to(device)\n")
-    moving = frames(("moved", "/venv/distrib/training/to_device.py", 30), ("train", "/home/me/train.py", 50))
+    moving = frames(("move_to_device", "/venv/distrib/training/to_device.py", 30), ("train", "/home/me/train.py", 50))
     copies = [stack(1, moving, step=8), stack(2, frames(("train", str(script), 1)), step=8)]
     elsewhere = frames(("forward", "/home/me/train.py", 90))
     stacks = [stack(0, elsewhere), *copies]

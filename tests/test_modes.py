@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.data.load_balancing import MEASURED, Measured, Proportion, new_speeds
+from distrib.training.data.load_balancing import SETTINGS, BatchTiming, ShareController, updated_speeds
 from distrib.training.data.sampler import proportional, share
 from distrib.training.gradient_accumulation import BatchSamples, GradientAccumulator
 from distrib.training.strategies.base import create_strategy
@@ -275,15 +275,15 @@ def test_shares_in_proportion(samples, speeds):
         assert all(sizes[a] <= sizes[b] + 1 for a, b in pairwise(order))
 
 
-def took(seconds: float, varies: float = 0.01, samples: float = 8.0) -> Measured:
-    return Measured(seconds * (1 - varies), seconds, seconds * (1 + varies), samples)
+def took(seconds: float, varies: float = 0.01, samples: float = 8.0) -> BatchTiming:
+    return BatchTiming(seconds * (1 - varies), seconds, seconds * (1 + varies), samples)
 
 
 def test_shares_change_when_times_differ():
-    assert new_speeds((took(0.1), took(0.102)), ()) == ()
-    assert new_speeds((took(0.1), took(0.2)), ()) == (80.0, 40.0)
-    assert new_speeds((took(0.1, varies=0.5), took(0.2, varies=0.5)), ()) == ()
-    assert new_speeds((took(0.1), Measured(0.0, 0.0, 0.0, 0.0)), (3.0, 1.0)) == (3.0, 1.0)
+    assert updated_speeds((took(0.1), took(0.102)), ()) == ()
+    assert updated_speeds((took(0.1), took(0.2)), ()) == (80.0, 40.0)
+    assert updated_speeds((took(0.1, varies=0.5), took(0.2, varies=0.5)), ()) == ()
+    assert updated_speeds((took(0.1), BatchTiming(0.0, 0.0, 0.0, 0.0)), (3.0, 1.0)) == (3.0, 1.0)
     assert proportional(16, (80.0, 40.0)) == [11, 5]
 
 
@@ -291,18 +291,20 @@ def test_shares_change_when_times_differ():
 @pytest.mark.parametrize("slow", [1.0, 2.0])
 def test_shares_follow_the_speed_and_not_the_noise(fixed, each, slow):
     """Two ranks whose steps take a fixed time and one for each sample, and vary by a tenth: alike, or one half as fast."""
-    quarter = MEASURED // 4
+    quarter = SETTINGS.measured_batches // 4
     for seed in range(60):
-        noise, proportion, speeds = random.Random(seed), Proportion(), (1.0, 1.0)
+        noise, proportion, speeds = random.Random(seed), ShareController(), (1.0, 1.0)
         for _ in range(50):
             sizes = proportional(32, speeds)
             paces = [fixed + each * size * factor for size, factor in zip(sizes, (1.0, slow), strict=True)]
-            taken = [sorted(pace * noise.lognormvariate(0, 0.1) for _ in range(MEASURED)) for pace in paces]
+            taken = [
+                sorted(pace * noise.lognormvariate(0, 0.1) for _ in range(SETTINGS.measured_batches)) for pace in paces
+            ]
             measured = [
-                Measured(times[quarter], times[MEASURED // 2], times[-1 - quarter], size)
+                BatchTiming(times[quarter], times[SETTINGS.measured_batches // 2], times[-1 - quarter], size)
                 for times, size in zip(taken, sizes, strict=True)
             ]
-            speeds = proportion.after(measured) or (1.0, 1.0)
+            speeds = proportion.update(measured) or (1.0, 1.0)
         if slow == 1.0 or not each:
             assert 0.35 < sizes[0] / 32 < 0.65, seed
         elif not fixed:

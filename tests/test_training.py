@@ -46,14 +46,14 @@ from distrib.training import Job, ShardedLoader, checksums
 from distrib.training import job as job_module
 from distrib.training.checkpoint import checkpoint_format
 from distrib.training.checks import divergence
-from distrib.training.data.epoch import Lessons
+from distrib.training.data.epoch import StepClock
 from distrib.training.data.sampler import global_batches, share
-from distrib.training.data.sharded_loader import every_nth
+from distrib.training.data.sharded_loader import LoaderContext, every_nth
 from distrib.training.model_parameters import has_misplaced_state
 from distrib.training.rendezvous import choose_interface, exchange_hosts, own_address
 from distrib.training.strategies.ddp import wrap_model
 from distrib.training.sync_batchnorm import convert_batchnorm
-from distrib.training.to_device import moved
+from distrib.training.to_device import move_to_device
 from distrib.training.world import World, _from_mpi, find_device, find_world
 from distrib.utils import netif
 from tests import fork_server
@@ -112,12 +112,13 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def sharded(
     loader: DataLoader[Any], rank: int, ranks: int, trains: bool | None = True, **options: Any
 ) -> ShardedLoader:
-    """One that tells nobody what it hands out, where `options` do not say whom."""
-    alone: dict[str, Any] = {
-        "device": torch.device("cpu"), "seed": 5, "training": lambda: trains, "samples": lambda own, every: (own, every),
-        "parameters": list, "read": lambda evaluated: None, "lessons": Lessons(lambda: None, lambda: None),
+    """A loader of a job with no other parts than `options`."""
+    seed = options.pop("seed", 5)
+    context: dict[str, Any] = {
+        "device": torch.device("cpu"), "is_training": lambda: trains, "clock": StepClock(lambda: None),
+        "set_batch_samples": lambda own, every: (own, every),
     }  # fmt: skip
-    return ShardedLoader(loader, rank=rank, ranks=ranks, **{**alone, **options})
+    return ShardedLoader(loader, LoaderContext(rank=rank, ranks=ranks, **{**context, **options}), seed=seed)
 
 
 def read(loader: ShardedLoader) -> list[list[int]]:
@@ -226,9 +227,9 @@ class Script:
     def __init__(self) -> None:
         self.steps = 0
         self.kept: list[Iterator[torch.Tensor]] = []
-        lessons = Lessons(lambda: self.steps, lambda: None)
+        clock = StepClock(lambda: self.steps)
         self.loaders = [
-            sharded(DataLoader(range(40), 5, shuffle=True), 0, 2, seed=seed, lessons=lessons) for seed in (5, 6)
+            sharded(DataLoader(range(40), 5, shuffle=True), 0, 2, seed=seed, clock=clock) for seed in (5, 6)
         ]
         self.loader = self.loaders[0]
 
@@ -296,74 +297,37 @@ def test_nor_does_a_look_where_each_step_takes_the_first_batch_of_a_new_pass(epo
         assert curious.steps_on_first_batches(which, *alone) == plain.steps_on_first_batches(which)
 
 
-def test_passes_over_two_loaders_that_a_step_learns_from_both_count():
-    script = Script()
-    for _ in range(3):
-        for loader in script.loaders:
-            next(iter(loader))
-        script.steps += 1
-    assert script.states == [{"epoch": 3}, {"epoch": 3}]
-    for _ in zip(*script.loaders, strict=True):
-        script.steps += 1
-    assert script.states == [{"epoch": 4}, {"epoch": 4}]
-    for loader in script.loaders:
-        sum(len(batch) for batch in loader)
-    script.steps += 1  # one step for all that was read
-    assert script.states == [{"epoch": 5}, {"epoch": 5}]
-
-
-def test_batches_that_are_taken_from_iterators_of_their_own_are_others_once_a_step_was_taken(capfd):
+def test_batches_of_passes_of_their_own_are_others_once_a_step_was_taken():
     script, taken = Script(), []
     for _ in range(4):
         taken.append(next(iter(script.loader)).tolist())
         script.steps += 1
     assert len({tuple(batch) for batch in taken}) == 4
-    for first, second in zip(script.loader, script.loader, strict=True):
-        assert first.tolist() != second.tolist()
+    assert next(iter(script.loader)).tolist() == next(iter(script.loader)).tolist()
+    assert script.loader.state_dict() == {"epoch": 4}
+
+
+def test_a_pass_that_was_left_is_an_epoch_if_a_step_was_taken_from_it():
+    script = Script()
+    for _ in script.loader:
+        break
+    assert script.loader.state_dict() == {"epoch": 0}
+    for _ in script.loader:
         script.steps += 1
-    assert script.loader.state_dict() == {"epoch": 6} and not capfd.readouterr().err
-    for _ in range(8):
-        assert next(iter(script.loader)).tolist() == next(iter(script.loader)).tolist()
-        script.steps += 1
-    assert capfd.readouterr().err.count("is begun again and again with no step between") == 1
+        assert script.loader.state_dict() == {"epoch": 1}
+        break
+    assert script.loader.state_dict() == {"epoch": 1}
 
 
-@pytest.mark.parametrize("script", ["rsrsr!s", "rrsrsrs!", "rrssrssrss!", "rrrsrsrss!", "rrsrrsr!", "rrsrr!"])
-def test_an_epoch_ends_with_the_steps_of_its_last_batches(script):
-    """`r` reads a batch, or the end; `s` takes a step. The epoch has ended at the `!`, and not before."""
-    steps, ended = 0, []
-    lessons = Lessons(lambda: steps, lambda: ended.append(steps))
-    loader = sharded(DataLoader(range(script.count("r") - 1), 1), 0, 1, lessons=lessons)
-    for in_thread in (False, True):
-        batches = iter(loader)
-        for place, act in enumerate(script):
-            if act == "s":
-                steps += 1
-                lessons.step()
-            elif act == "r" and in_thread:
-                with ThreadPoolExecutor(1) as thread:
-                    thread.submit(next, batches, None).result()
-            elif act == "r":
-                next(batches, None)
-            elif act == "!":
-                assert len(ended) == 1 - in_thread
-                ended.clear()
-            assert not ended or place == script.index("!") - 1
-        assert not ended
-
-
-@pytest.mark.parametrize(("group", "late"), [(2, 1), (3, 1), (4, 0)])
-def test_epochs_of_a_single_step_end_with_it(group, late):
-    """Where a few batches make it, that they were not read ahead of others is known when no more steps have come in the next epoch."""
-    steps, ended = 0, []
-    lessons = Lessons(lambda: steps, lambda: ended.append(steps))
-    loader = sharded(DataLoader(range(group), 1), 0, 1, lessons=lessons)
-    for _ in range(4):
-        for number, _ in enumerate(loader, 1):
-            if number == group:
-                steps += 1
-                lessons.step()
-    assert [*dict.fromkeys(ended)] == [1, 2, 3, 4][late:]
+def test_an_epoch_ends_as_its_pass_does_if_a_step_was_taken():
+    ended, steps = [], 0
+    loader = sharded(DataLoader(range(4), 2), 0, 1, clock=StepClock(lambda: steps), on_epoch_end=ended.append)
+    for _ in loader:
+        pass
+    for epoch in range(3):
+        for _ in loader:
+            steps += 1
+        assert [one.number for one in ended] == [*range(epoch + 1)]
 
 
 def test_the_order_follows_from_the_generator_and_leaves_it_alone(job):
@@ -398,7 +362,7 @@ def test_a_distributed_sampler_stays_and_has_its_epochs_set():
     sampler = DistributedSampler(range(20), num_replicas=2, rank=0)
     loader = sharded(DataLoader(range(20), 5, sampler=sampler), 0, 2)
     assert read(loader) != read(loader)
-    with pytest.raises(TrainingError, match=r"shares with 2 rank\(s\), the job has 3"):
+    with pytest.raises(TrainingError, match=r"shards for 2 rank\(s\), expected 3"):
         sharded(DataLoader(range(20), 5, sampler=sampler), 0, 3)
 
 
@@ -407,7 +371,7 @@ def test_a_distributed_sampler_in_a_batch_sampler_stays_too():
     loader = sharded(DataLoader(range(20), batch_sampler=BatchSampler(sampler, 4, False)), 1, 2)
     first, second = flat(read(loader)), flat(read(loader))
     assert len(first) == len(second) == 10 and first != second
-    with pytest.raises(TrainingError, match=r"shares with 2 rank\(s\), the job has 3"):
+    with pytest.raises(TrainingError, match=r"shards for 2 rank\(s\), expected 3"):
         sharded(DataLoader(range(20), batch_sampler=BatchSampler(sampler, 4, False)), 0, 3)
 
 
@@ -461,12 +425,11 @@ def test_the_epoch_of_any_sampler_can_be_set():
 
 def test_a_model_that_is_put_into_training_mode_with_the_batch_in_hand_trains():
     model, ended = nn.Linear(1, 1), []
-    lessons = Lessons(lambda: None, lambda: ended.append(1))
     loader = sharded(
-        DataLoader(torch.ones(4, 1), 2), 0, 1,
-        training=lambda: model.training, parameters=lambda: list(model.parameters()), lessons=lessons,
-    )  # fmt: skip
+        DataLoader(torch.ones(4, 1), 2), 0, 1, is_training=lambda: model.training, on_epoch_end=ended.append
+    )
     for epoch in range(1, 4):
+        model.eval()
         for batch in loader:
             model.train()
             model(batch).sum().backward()
@@ -486,7 +449,8 @@ def test_an_evaluation_leaves_the_weight_of_the_batch_in_hand():
 
     training = [True]
     train, other = (
-        sharded(DataLoader(range(size), 4), 0, 2, training=lambda: training[0], samples=samples) for size in (13, 10)
+        sharded(DataLoader(range(size), 4), 0, 2, is_training=lambda: training[0], set_batch_samples=samples)
+        for size in (13, 10)
     )
     seen = []
     for _ in train:
@@ -541,7 +505,7 @@ def test_workers_read_the_share():
 
 def test_batches_are_moved_however_they_are_nested():
     batch = {"a": [torch.ones(2), (torch.zeros(1), "text")], "b": 3}
-    there = moved(batch, torch.device("meta"))
+    there = move_to_device(batch, torch.device("meta"))
     assert there["a"][0].is_meta and there["a"][1][0].is_meta
     assert (there["a"][1][1], there["b"]) == ("text", 3)
 
@@ -569,7 +533,7 @@ def test_batches_of_classes_of_their_own_are_moved_too():
     meta = torch.device("meta")
     batch = collections.UserDict(ids=torch.ones(2, dtype=torch.long), pair=Pair(torch.ones(3), ("a", torch.ones(1))))
     quantity = Quantity()
-    there = moved([batch, Graph(), quantity], meta)
+    there = move_to_device([batch, Graph(), quantity], meta)
     assert isinstance(there[0], collections.UserDict) and there[0]["ids"].is_meta
     pair = there[0]["pair"]
     assert pair.x.is_meta and pair.half.is_meta and pair.words[0] == "a" and pair.words[1].is_meta

@@ -23,7 +23,7 @@ from distrib.training.checkpoint.manager import Checkpoints
 from distrib.training.checks.divergence import CHECK_EVERY_STEPS, DivergenceCheck
 from distrib.training.checks.usage import UsageChecks
 from distrib.training.collectives import JobCollectives, Operation
-from distrib.training.data.loader_registry import Loaders
+from distrib.training.data.job_loaders import JobLoaders
 from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.gradient_accumulation import BatchSamples
 from distrib.training.model_parameters import unwrap_model
@@ -146,7 +146,7 @@ class Job:
         )
         sync_batchnorm.use_batch_samples(state.batch)
         usage = UsageChecks(state)
-        self._loaders = Loaders(state, self._collectives, usage)
+        self._loaders = JobLoaders(state, self._collectives, usage)
         divergence = None
         if world.size > 1 and not self._elastic:
             divergence = DivergenceCheck(state, divergence_check_steps)

@@ -20,7 +20,7 @@ from distrib.training import sync_batchnorm
 from distrib.training.checkpoint import state_sync
 from distrib.training.checks.cross_rank import check_identical
 from distrib.training.collectives import JobCollectives
-from distrib.training.data.loader_registry import Loaders
+from distrib.training.data.job_loaders import JobLoaders
 from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.model_parameters import (
     exclude_model,
@@ -50,7 +50,13 @@ class Preparer:
     """Prepares and releases models, optimizers and loaders of one job."""
 
     def __init__(
-        self, state: TrainingState, collectives: JobCollectives, loaders: Loaders, status: StatusPipe, *, elastic: bool
+        self,
+        state: TrainingState,
+        collectives: JobCollectives,
+        loaders: JobLoaders,
+        status: StatusPipe,
+        *,
+        elastic: bool,
     ) -> None:
         """Create the preparer.
 

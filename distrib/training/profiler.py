@@ -29,7 +29,7 @@ from distrib._version import __version__
 from distrib.bandwidth_model.workload import MAX_VARIATION, Gradient, Workload
 from distrib.cluster.hardware_catalog import find_gpu
 from distrib.errors import TrainingError
-from distrib.training.telemetry.device_timer import Clock, usual
+from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
 
 WARMUP_STEPS = 5
 STEPS = 20
@@ -78,7 +78,7 @@ class Profiler:
         self._device = device
         self._wish = wish
         self._done = done
-        self._clock = Clock(device)
+        self._clock = DeviceTimer(device)
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._gradients: dict[str, tuple[int, str, int]] = {}
@@ -111,8 +111,8 @@ class Profiler:
                 self._give_up()
             else:
                 self._handles.append(thing.register_step_post_hook(lambda *_: self._step_ends()))
-        elif hasattr(thing, "meter"):
-            thing.meter = self._fetches
+        elif hasattr(thing, "measure_waits"):
+            thing.measure_waits = self._fetches
 
     @property
     def problem(self) -> str:
@@ -244,7 +244,7 @@ class Profiler:
 
     def _finish(self) -> None:
         self._end()
-        self._clock.settle()
+        self._clock.synchronize()
         self._done(self._workload(), len(self._steps))
 
     def _workload(self) -> Workload:
@@ -292,7 +292,7 @@ class Profiler:
     def _waiting_seconds(self, waits: Sequence[float]) -> float:
         """For data, in a step. With an epoch new processes may begin, which costs more than a batch."""
         inside = [wait for step, wait in zip(self._steps, waits, strict=True) if not step.begins_epoch] or waits
-        return usual(inside, in_bursts=bool(multiprocessing.active_children()))  # as what loads would be
+        return typical_seconds(inside, in_bursts=bool(multiprocessing.active_children()))  # as what loads would be
 
     def _loading_seconds(self) -> float:
         """Of the loaders' processes in a step: the mean, as what they load is for another step than that in which they do."""

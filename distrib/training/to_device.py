@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 
-def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Any:
+def move_to_device(
+    batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool] = lambda tensor: True
+) -> Any:
     """`batch` with every tensor in it, of those that `which` picks, on `device`; the rest as it is.
 
     Looks into tuples, lists, mappings and dataclasses however nested; what has a `to` of its own, such as a graph or the batch of a
@@ -21,7 +23,7 @@ def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool
     """
 
     def one(value: Any) -> Any:
-        return moved(value, device, which)
+        return move_to_device(value, device, which)
 
     if isinstance(batch, torch.Tensor):
         if not which(batch):

@@ -94,7 +94,7 @@ try:
     job.prepare(DataLoader(loaded, batch_size=3, sampler=Sharing(0, 3)))
     raise AssertionError
 except TrainingError as error:
-    assert "Sharing shares with 3 rank(s), the job has 2" in str(error)
+    assert "Sharing shards for 3 rank(s), expected 2" in str(error)
 
 # Other choices are refused.
 split = random_split(loaded, [20, 4], torch.Generator().manual_seed(job.rank))

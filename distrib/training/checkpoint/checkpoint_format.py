@@ -23,7 +23,7 @@ from distrib.errors import TrainingError
 from distrib.training.checkpoint.replicas import NO_STAMP, Stamp
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.ddp_module import DdpModule
-from distrib.training.to_device import moved
+from distrib.training.to_device import move_to_device
 
 _FORMAT = 1
 
@@ -204,7 +204,7 @@ def read(
                 f"{source}: the state of {name} does not fit: {error}",
                 hint="it was saved by another model or optimizer; restore it into one made alike, or name another file",
             ) from error
-    values = moved(values, device, lambda tensor: _place(tensor) in from_gpus)
+    values = move_to_device(values, device, lambda tensor: _place(tensor) in from_gpus)
     given = {name: thing for name, thing in objects.items() if name not in wanted}
     return {**given, **values}, saved.get("backend", {})
 

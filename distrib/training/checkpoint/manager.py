@@ -19,7 +19,7 @@ from torch import nn
 from distrib.training.checkpoint import checkpoint_format, replicas
 from distrib.training.collectives import JobCollectives, gather_objects
 from distrib.training.strategies.base import TrainingStrategy
-from distrib.training.to_device import moved
+from distrib.training.to_device import move_to_device
 
 
 class Checkpoints:
@@ -81,7 +81,7 @@ class Checkpoints:
         if all(isinstance(thing, nn.Module) for thing in restored):
             state = {}  # where weights alone are wanted, perhaps of a job of other optimizers
         if restored:
-            self._backend.load_state_dict(moved(state, self._device))
+            self._backend.load_state_dict(move_to_device(state, self._device))
         return values
 
     def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:

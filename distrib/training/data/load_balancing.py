@@ -1,150 +1,187 @@
-"""Larger batches for faster ranks, so that none waits for the slowest.
+"""Larger batches for faster ranks, so that no rank waits for the slowest.
 
-What is shared stays the global batch: only where it is cut changes, and gradients are weighted by samples
-(`distrib.training.gradient_accumulation`). A rank's speed is that of its own part of a step, from the end of the last one until
-its last gradient is there; what it waits for the others afterwards does not count.
+The global batch stays the same; only its division changes, and gradients are weighted by samples
+(`distrib.training.gradient_accumulation`). A rank's time is that of its own part of a step, from its end of the last one until its
+last gradient. Waiting for other ranks afterwards does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from distrib.training.telemetry.device_timer import Clock
-
-SKIPPED = 2
-"""First batches of an epoch, or after a change, that are not measured: caches and compilers warm up in them."""
-MEASURED = 9
-"""Batches of which the median counts."""
-REPEATED = 50
-"""Batches between two measurements, once shares have settled."""
-NEGLIGIBLE = 0.05
-"""Differences in time below this share change nothing: a step's length varies as much."""
-PATIENCE = 10
-"""Measurements that change nothing, after a change that did not help by half of what was hoped for: time is not that of samples there."""
+from distrib.training.telemetry.device_timer import DeviceTimer
 
 
-class Balance:
-    """The proportion in which the ranks share one loader's batches.
+@dataclass(frozen=True, kw_only=True)
+class BalancerSettings:
+    """When the balancer measures, and what it ignores."""
 
-    Decided by all ranks together, at the same batch on each, from what all have measured.
-    """
+    skipped_batches: int = 2
+    """First batches of an epoch, or after a change, that are not measured: caches and compilers warm up."""
+    measured_batches: int = 9
+    """Batches of which the median counts."""
+    pause_batches: int = 50
+    """Batches between two measurements, once shares are stable."""
+    min_difference_fraction: float = 0.05
+    """Difference in time that changes shares: a step's length varies as much."""
+    pause_measurements: int = 10
+    """Measurements without a change, after one that gained less than half of the expected time."""
+
+
+SETTINGS = BalancerSettings()
+
+
+class LoadBalancer:
+    """The shares of the ranks in one loader's global batches. All ranks decide at the same batch, from the same measurements."""
 
     def __init__(
         self, *, gather: Callable[[list[float]], list[list[float]]], parameters: Callable[[], Iterable[torch.Tensor]]
     ) -> None:
-        """`gather` gives every rank the numbers of all; `parameters` are those that train."""
-        self._ahead = 0
+        """Begin with even shares.
+
+        Args:
+            gather: Returns the numbers of all ranks, in order. Collective.
+            parameters: Returns the parameters of the prepared models.
+        """
+        self._prefetched = 0
         self._gather, self._parameters = gather, parameters
-        self._proportion = Proportion()
-        self._new: tuple[float, ...] = ()
-        self._old: tuple[float, ...] = ()
+        self._controller = ShareController()
+        self._speeds: tuple[float, ...] = ()
+        self._old_speeds: tuple[float, ...] = ()
         self._since = 0
-        self._next = SKIPPED
+        self._next = SETTINGS.skipped_batches
         self._taken: list[tuple[int, float]] = []
         self._handles: list[RemovableHandle] = []
-        self._clock: Clock | None = None
+        self._timer: DeviceTimer | None = None
         self._begun: Any = None
         self._last: Any = None
-        """Marks of the clock: when this rank went for the batch, and when its last gradient was there."""
+        """Marks: this rank asked for the batch, and got its last gradient."""
 
-    def draws_ahead(self, batches: int) -> None:
-        """So many are drawn before they are needed, by a loader's worker processes: on each rank as many as it has. Every rank."""
-        self._ahead = int(max(most for (most,) in self._gather([float(batches)])))
+    def set_prefetch(self, batches: int) -> None:
+        """Set how many batches worker processes draw before they are needed. Collective.
+
+        Args:
+            batches: Of this rank.
+        """
+        self._prefetched = int(max(most for (most,) in self._gather([float(batches)])))
 
     def speeds(self, step: int) -> tuple[float, ...]:
-        """The ranks' speeds, for the batch of step number `step` of this epoch; none: not known yet."""
-        return self._new if step >= self._since else self._old
+        """Return the speeds by which a batch is shared.
 
-    def epoch(self) -> None:
-        """The loader begins again."""
-        self._old, self._since, self._next = self._new, 0, SKIPPED
-        self._rest()
+        Args:
+            step: Number of the step in this epoch.
 
-    def begin(self) -> None:
-        """This rank goes for a batch."""
-        if self._clock:
-            self._begun, self._last = self._clock.mark(), None
+        Returns:
+            Samples per second of each rank; empty while they are unknown.
+        """
+        return self._speeds if step >= self._since else self._old_speeds
 
-    def end(self, step: int, samples: int, *, learnt: bool) -> None:
-        """The script is done with the batch of step number `step`, of `samples` samples. Every rank, once a step has `learnt`."""
-        if self._clock and self._begun and self._last:
-            self._clock.wait(self._last)
-            self._taken.append((samples, self._clock.seconds(self._begun, self._last)))
+    def begin_epoch(self) -> None:
+        """Begin an epoch with the present speeds."""
+        self._old_speeds, self._since, self._next = self._speeds, 0, SETTINGS.skipped_batches
+        self._stop_measuring()
+
+    def begin_batch(self) -> None:
+        """Mark that this rank asks for a batch."""
+        if self._timer:
+            self._begun, self._last = self._timer.mark(), None
+
+    def end_batch(self, step: int, samples: int, *, has_step: bool) -> None:
+        """Record the time of a batch. Collective once a step was taken.
+
+        Args:
+            step: Number of the step in this epoch.
+            samples: Samples of this rank.
+            has_step: True if a step was taken in this epoch; else other ranks may be elsewhere.
+        """
+        if self._timer and self._begun and self._last:
+            self._timer.wait(self._last)
+            self._taken.append((samples, self._timer.seconds(self._begun, self._last)))
         if step + 1 == self._next:
-            self._watch()
-        elif step + 1 == self._next + MEASURED:
-            if learnt:
+            self._start_measuring()
+        elif step + 1 == self._next + SETTINGS.measured_batches:
+            if has_step:
                 self._decide(step)
-            else:  # the others may not be here
-                self._rest()
-                self._next = step + 1 + REPEATED
+            else:
+                self._stop_measuring()
+                self._next = step + 1 + SETTINGS.pause_batches
 
     def _decide(self, step: int) -> None:
         numbers = [*_quartiles([seconds for _, seconds in self._taken]), *_quartiles([own for own, _ in self._taken])]
-        measured = [Measured(low, middle, high, samples) for low, middle, high, _, samples, _ in self._gather(numbers)]
-        self._rest()
-        self._next = step + 1 + REPEATED
-        decided = self._proportion.after(measured)
-        if decided != self._new:
-            self._old, self._new = self._new, decided
-            self._since = step + 1 + self._ahead
-            self._next = self._since + SKIPPED
+        timings = [
+            BatchTiming(low, middle, high, samples) for low, middle, high, _, samples, _ in self._gather(numbers)
+        ]
+        self._stop_measuring()
+        self._next = step + 1 + SETTINGS.pause_batches
+        decided = self._controller.update(timings)
+        if decided != self._speeds:
+            self._old_speeds, self._speeds = self._speeds, decided
+            self._since = step + 1 + self._prefetched
+            self._next = self._since + SETTINGS.skipped_batches
 
-    def _watch(self) -> None:
+    def _start_measuring(self) -> None:
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         gpu = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
-        self._clock = clock = Clock(gpu or torch.device("cpu"))
+        self._timer = timer = DeviceTimer(gpu or torch.device("cpu"))
 
-        def arrived(_: torch.Tensor) -> None:
-            self._last = clock.mark() or self._last  # none in a CUDA graph
+        def on_gradient(_: torch.Tensor) -> None:
+            self._last = timer.mark() or self._last  # None in a CUDA graph
 
-        self._handles = [parameter.register_hook(arrived) for parameter in parameters]  # type: ignore[no-untyped-call]
+        self._handles = [parameter.register_hook(on_gradient) for parameter in parameters]  # type: ignore[no-untyped-call]
 
-    def _rest(self) -> None:
+    def _stop_measuring(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self._taken = [], []
-        self._clock = self._begun = self._last = None
+        self._timer = self._begun = self._last = None
 
 
-class Proportion:
-    """The speeds by which a batch is shared out; none as long as all ranks seem alike."""
-
-    def __init__(self) -> None:
-        self._present: tuple[float, ...] = ()
-        self._tried: tuple[tuple[float, ...], float] | None = None
-        """Of a change that has not been judged: the speeds before it, and the seconds that the slowest rank must come down to."""
-        self._patience = 0
-
-    def after(self, measured: Sequence[Measured]) -> tuple[float, ...]:
-        """Those from now on. Where the latest change was of no use, the ones before it."""
-        if min(measured).low <= 0:
-            return self._present
-        slowest = max(one.low for one in measured)
-        tried, self._tried = self._tried, None
-        if tried and slowest > tried[1]:
-            self._present, self._patience = tried[0], PATIENCE
-        elif self._patience:
-            self._patience -= 1
-        elif (decided := new_speeds(measured, self._present)) != self._present:
-            hoped = sum(one.samples for one in measured) / sum(one.samples / one.low for one in measured)
-            self._tried = self._present, (slowest + hoped) / 2
-            self._present = decided
-        return self._present
-
-
-class Measured(NamedTuple):
-    """What a rank took for a batch: quartiles and median, zeros where nothing was measured."""
+class BatchTiming(NamedTuple):
+    """Time of a batch on one rank, quartiles and median in seconds, and its samples; zeros if nothing was measured."""
 
     low: float
     seconds: float
     high: float
     samples: float
+
+
+class ShareController:
+    """The decisions of a balancer: speeds change if ranks differ, and change back if that gained too little."""
+
+    def __init__(self) -> None:
+        self._present: tuple[float, ...] = ()
+        self._trial: tuple[tuple[float, ...], float] | None = None
+        """The speeds before the latest change, and the seconds that the slowest rank must reach to keep it."""
+        self._pause = 0
+
+    def update(self, timings: Sequence[BatchTiming]) -> tuple[float, ...]:
+        """Decide after a measurement.
+
+        Args:
+            timings: Of each rank.
+
+        Returns:
+            The speeds from now on; empty while ranks are equally fast.
+        """
+        if min(timings).low <= 0:
+            return self._present
+        slowest = max(one.low for one in timings)
+        trial, self._trial = self._trial, None
+        if trial and slowest > trial[1]:
+            self._present, self._pause = trial[0], SETTINGS.pause_measurements
+        elif self._pause:
+            self._pause -= 1
+        elif (decided := updated_speeds(timings, self._present)) != self._present:
+            expected = sum(one.samples for one in timings) / sum(one.samples / one.low for one in timings)
+            self._trial = self._present, (slowest + expected) / 2
+            self._present = decided
+        return self._present
 
 
 def _quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
@@ -155,13 +192,19 @@ def _quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
     return float(ordered[quarter]), float(median(ordered)), float(ordered[-1 - quarter])
 
 
-def new_speeds(measured: Sequence[Measured], present: tuple[float, ...]) -> tuple[float, ...]:
-    """The speeds of the ranks, in samples per second.
+def updated_speeds(timings: Sequence[BatchTiming], present: tuple[float, ...]) -> tuple[float, ...]:
+    """Compute the speeds of the ranks.
 
-    `present` where somebody measured nothing, or all took about as long: within a share, or within what each varies by itself.
+    Args:
+        timings: Of each rank.
+        present: The speeds so far.
+
+    Returns:
+        Samples per second of each rank. `present` if a rank measured nothing, or the difference is below
+        `min_difference_fraction` or within the ranks' own variation.
     """
-    fastest, slowest = (pick(measured, key=lambda one: one.seconds) for pick in (min, max))
-    negligible = slowest.seconds - fastest.seconds <= NEGLIGIBLE * slowest.seconds
-    if fastest.seconds <= 0 or negligible or slowest.low <= fastest.high:
+    fastest, slowest = (pick(timings, key=lambda one: one.seconds) for pick in (min, max))
+    is_small = slowest.seconds - fastest.seconds <= SETTINGS.min_difference_fraction * slowest.seconds
+    if fastest.seconds <= 0 or is_small or slowest.low <= fastest.high:
         return present
-    return tuple(one.samples / one.seconds for one in measured)
+    return tuple(one.samples / one.seconds for one in timings)

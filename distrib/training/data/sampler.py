@@ -130,7 +130,7 @@ class ShardSampler(Sampler[Any]):
         seed: int,
         wrap: Callable[[], bool],
         speeds: Callable[[int], Sequence[float]],
-        read: Callable[[], None],
+        on_read: Callable[[], None],
     ) -> None:
         self.source = source
         self.sizes: deque[tuple[int, int]] | None = None
@@ -142,7 +142,7 @@ class ShardSampler(Sampler[Any]):
         """A word for what `source` yielded first, where that is not known to be the same on every rank."""
         self._wrap = wrap
         self._speeds = speeds
-        self._read = read
+        self._on_read = on_read
 
     def __len__(self) -> int:
         edges = self._edges(len(self.source))
@@ -150,7 +150,7 @@ class ShardSampler(Sampler[Any]):
         return len(edges) - 1 if in_last else len(edges) - 2
 
     @property
-    def uneven(self) -> bool:
+    def is_uneven(self) -> bool:
         """Whether some ranks get a batch less than others."""
         edges = self._edges(len(self.source))
         return bool(edges[-1] - edges[-2] < self.ranks)
@@ -194,7 +194,7 @@ class ShardSampler(Sampler[Any]):
                 "epoch of it cannot be shared out",
                 hint="let it end, or make the dataset an IterableDataset",
             )
-        self._read()
+        self._on_read()
         self.first_order = self.first_order or sequence_digest(order)
         return order
 

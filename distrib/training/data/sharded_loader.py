@@ -5,53 +5,69 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
-from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
 from distrib.training.checksums import content_digest
-from distrib.training.data.epoch import Epochs, Lessons, Pass
-from distrib.training.data.load_balancing import Balance
+from distrib.training.data.epoch import EpochCounter, LoaderPass, StepClock
+from distrib.training.data.load_balancing import LoadBalancer
 from distrib.training.data.sampler import ShardSampler
-from distrib.training.to_device import moved
+from distrib.training.to_device import move_to_device
 
-_COPIED = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
+_COPIED_OPTIONS = (
+    *(
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "prefetch_factor",
+    ),
+    *("persistent_workers", "pin_memory_device"),
 )
 
-REPEATED = 3
-"""After how many passes that begin with the same batches, of which nothing was learnt, this is told."""
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderContext:
+    """What the loaders of a job have in common: its ranks, and the calls between loader and job."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    clock: StepClock
+    is_training: Callable[[], bool | None]
+    """Returns True if a prepared model is in training mode, None if there is no model."""
+    set_batch_samples: Callable[[int, int], tuple[int, int]]
+    """Records the samples of this rank's batch and of the global batch; returns the values before."""
+    on_read: Callable[[], None] = lambda: None
+    """Called at the first batch of each pass."""
+    on_epoch_end: Callable[[LoaderPass], None] = lambda one: None
+    """Called at the end of an epoch in which a model trained. Collective."""
+    choose_share: Callable[[int, bool], tuple[int, int]] | None = None
+    """Elastic jobs: maps an epoch, and True while training, to this rank's share and the number of shares."""
 
 
-def _evenly(step: int) -> tuple[float, ...]:
+def _no_speeds(step: int) -> tuple[float, ...]:
     return ()
 
 
-def _shares_out(sampler: Any) -> bool:
-    """Whether it yields a rank's share by itself."""
+def _is_sharding(sampler: Any) -> bool:
+    """Test if a sampler yields a rank's share already."""
     ranks = getattr(sampler, "num_replicas", None)
     return isinstance(sampler, DistributedSampler) or (isinstance(ranks, int) and ranks > 1)
 
 
-def _makes_batches(loader: DataLoader[Any]) -> bool:
-    """Whether it iterates in a way of its own: not one that only keeps an iterator for the next epoch, as timm's MultiEpochsDataLoader."""
+def _has_own_iteration(loader: DataLoader[Any]) -> bool:
+    """Test for a subclass that makes batches itself; not for one that only reuses its iterator, as timm's MultiEpochsDataLoader."""
     own = any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
     return own and not any(isinstance(value, Iterator) for name, value in vars(loader).items() if name != "_iterator")
 
@@ -59,322 +75,268 @@ def _makes_batches(loader: DataLoader[Any]) -> bool:
 class ShardedLoader(Iterable[Any]):
     """This rank's share of a DataLoader, its batches on this rank's device.
 
-    `batch_size` counts the samples of one rank, so a step of the job reads `world_size` times as many. All ranks
-    take the same number of steps and no sample is read twice (`distrib.training.data.sampler` says how, and names the
-    one corner, batches of a single sample, where training repeats some samples and evaluation may have one batch
-    less on some ranks). Where shares differ, at the end or as `balance` wants it, each sample still counts the same.
+    `batch_size` counts the samples of one rank, so a step of the job reads `world_size` times as many. All ranks take the same
+    number of steps, and no sample is read twice (exceptions: `distrib.training.data.sampler`). Where shares differ, each sample
+    still counts the same.
 
-    Each iteration is a new epoch if a step was taken in the one before (`distrib.training.data.epoch`): a shuffled loader has a new
-    order, the same on every rank, that follows from the initial seed of rank 0's generator of it, or else of rank 0's torch, and
-    the epoch. Worker processes are seeded from it and the rank, so that random augmentation differs between ranks.
+    A pass with a step is an epoch (`distrib.training.data.epoch`). A shuffled loader has a new order in each epoch, the same on every
+    rank. It follows from the epoch and the initial seed of rank 0's generator, or of rank 0's torch. Worker processes are seeded
+    from it and the rank, so that random augmentation differs between ranks.
 
-    Other kinds of loaders:
-    - Another sampler is read on every rank, and its indices are shared out. It must yield the same on every rank.
-    - A batch sampler likewise, batch by batch.
-    - A DistributedSampler, also one in a batch sampler, stays as it is: the samples are shared out already. Its epoch is set for you.
-      So does every other sampler that has a `num_replicas`, such as timm's.
-    - An IterableDataset is read whole on every rank, which must see the same stream, and each rank keeps every
-      `world_size`-th batch. While a model trains, an incomplete last round of batches is left out. How many samples
-      a batch has nobody knows here: all count the same, as with a DistributedSampler.
+    - Any other sampler or batch sampler is read on every rank, and its indices or batches are shared. It must yield the same there.
+    - A DistributedSampler, or another one with `num_replicas`, stays as it is. Its epoch is set.
+    - An IterableDataset is read whole on every rank, and each keeps every `world_size`-th batch. While a model trains, an incomplete
+      last round of batches is left out, and all batches count the same.
 
-    A model trains that is in training mode as the epoch begins; or one for which gradients are computed from the epoch's batches,
-    as where a model is trained in evaluation mode so that its normalization stays as it is.
-
-    What else the DataLoader has (`dataset`, `num_workers`, what the script or a class of its own gave it) is had by this one too.
+    Attributes of the DataLoader are attributes of this one.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        rank: int,
-        ranks: int,
-        device: torch.device,
-        seed: int,
-        training: Callable[[], bool | None],
-        samples: Callable[[int, int], tuple[int, int]],
-        parameters: Callable[[], Sequence[torch.Tensor]],
-        read: Callable[[bool | None], None],
-        lessons: Lessons,
-        balance: Balance | None = None,
-        view: Callable[[int, bool], tuple[int, int]] | None = None,
+        self, loader: DataLoader[Any], context: LoaderContext, *, seed: int, balancer: LoadBalancer | None = None
     ) -> None:
-        """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
+        """Share a DataLoader.
 
-        While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
-        it was told before. `read` hears None of the first batch of any epoch, False of one in which nothing is learnt, True of
-        that one's end. `lessons` are those of all the job's loaders, and hear of the end of an epoch. `balance` decides
-        how the ranks share a batch. `view`, given an epoch and whether all ranks must take the same number of steps in it, says
-        which share of how many this rank reads then, where ranks may come and go.
+        Args:
+            loader: The script's loader.
+            context: The job.
+            seed: Seed of the order, the same on every rank.
+            balancer: Chooses the ranks' shares of a batch; None for even ones.
+
+        Raises:
+            TrainingError: The loader has too few samples, no length, or is sharded for another number of ranks.
         """
-        self._view = view
+        self._context, self._balancer = context, balancer
         self._given = loader
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
-        self._rank, self._ranks, self._device = rank, ranks, device
-        self._training, self._parameters = training, parameters
-        self._samples, self._balance = samples, balance
-        self._was_read = read
-        self._epochs = Epochs(lessons)
-        self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
-        """Through which the batches of later iterations go, to see how long they are waited for."""
+        self._epochs = EpochCounter(context.clock)
+        self.measure_waits: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+        """Wraps the batches of later passes, to measure how long each is waited for."""
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
         self._first_batch = ""
         self.is_stream = isinstance(loader.dataset, IterableDataset)
-        self._shuffled = not self.is_stream and not isinstance(loader.sampler, SequentialSampler)
-        # Also that of a batch sampler which the script has made.
-        inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        sharing: Any = next(filter(_shares_out, (loader.batch_sampler, inner)), None)
+        self._is_shuffled = not self.is_stream and not isinstance(loader.sampler, SequentialSampler)
+        inner = getattr(loader.batch_sampler, "sampler", loader.sampler)  # also of the script's own batch sampler
+        sharding: Any = next(filter(_is_sharding, (loader.batch_sampler, inner)), None)
         counting = next(
             (one for one in (loader.batch_sampler, inner) if hasattr(one, "set_epoch") and hasattr(one, "epoch")), None
         )
-        self._sampler: Any = counting if sharing is None else sharing
-        self._note_epoch()
-        if isinstance(self._epoch_set, int) and self._epoch_set > 0:
-            self._epochs.next = self._epoch_set
+        self._sampler: Any = counting if sharding is None else sharding
+        self._record_epoch()
+        if isinstance(self._sampler_epoch, int) and self._sampler_epoch > 0:
+            self._epochs.set(self._sampler_epoch)
         if self.is_stream:
             self._loader = loader
-        elif sharing is not None:
-            if sharing.num_replicas != ranks:
+        elif sharding is not None:
+            if sharding.num_replicas != context.ranks:
                 raise TrainingError(
-                    f"the loader's {type(sharing).__name__} shares with {sharing.num_replicas} rank(s), the job has {ranks}",
+                    f"the loader's {type(sharding).__name__} shards for {sharding.num_replicas} rank(s), expected {context.ranks}",
                     hint="leave the sampler out: prepare() shards the loader",
                 )
             self._loader = loader
         else:
-            self._loader = self._rebuilt(loader, seed)
-            len(self)  # too few samples are told now, not in the middle of the epoch
+            self._loader = self._rebuild(loader, seed)
+            len(self)  # raises for too few samples now, not at the end of the epoch
 
-    def _rebuilt(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    def _rebuild(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         seed %= 2**62  # leaves room for the epoch
         batched = loader.batch_size is not None
         source = loader.sampler if batched or loader.batch_sampler is None else loader.batch_sampler
         if not hasattr(source, "__len__"):
             raise TrainingError(
-                f"the loader's {type(source).__name__} has no length: an epoch of it cannot be shared out",
+                f"the loader's {type(source).__name__} has no length: an epoch of it cannot be shared",
                 hint="give it a __len__, or make the dataset an IterableDataset",
             )
         self._shard = ShardSampler(
             source,
-            rank=self._rank,
-            ranks=self._ranks,
+            rank=self._context.rank,
+            ranks=self._context.ranks,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             seed=seed,
-            wrap=self._evenly,
-            speeds=self._balance.speeds if self._balance else _evenly,
-            read=self._note_epoch,
+            wrap=self._must_be_even,
+            speeds=self._balancer.speeds if self._balancer else _no_speeds,
+            on_read=self._record_epoch,
         )
-        if self._balance:
-            self._balance.draws_ahead(loader.num_workers * (loader.prefetch_factor or 0))
+        if self._balancer:
+            self._balancer.set_prefetch(loader.num_workers * (loader.prefetch_factor or 0))
         known = inspect.signature(DataLoader.__init__).parameters
-        options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
+        options = {name: getattr(loader, name) for name in _COPIED_OPTIONS if name in known and hasattr(loader, name)}
         options["generator"] = self._generator
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # the script's own loader has said it
-        if _makes_batches(loader):
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # the script's own loader has warned
+        if _has_own_iteration(loader):
             twin = copy.copy(loader)
-            # As torch lets nobody set these later, they are put where it keeps them.
-            place = "batch_sampler" if batched or loader.batch_sampler is not None else "sampler"
-            vars(twin).update({place: self._shard, "generator": self._generator, "_iterator": None, "in_order": True})
+            # torch refuses to set these later, so they are put where it stores them.
+            attribute = "batch_sampler" if batched or loader.batch_sampler is not None else "sampler"
+            vars(twin).update(
+                {attribute: self._shard, "generator": self._generator, "_iterator": None, "in_order": True}
+            )
             return twin
         if batched or loader.batch_sampler is not None:
             return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=self._shard, **options)
 
-    def _note_epoch(self) -> None:
-        """Keeps the sampler's epoch: when it is another one later, the script has set it."""
-        self._epoch_set: Any = getattr(self._sampler, "epoch", None)
+    def _record_epoch(self) -> None:
+        """Record the sampler's epoch: if it is another one later, the script has set it."""
+        self._sampler_epoch: Any = getattr(self._sampler, "epoch", None)
 
-    def _evenly(self) -> bool:
-        """Whether every rank must take the same number of steps: while training, as gradients are exchanged."""
-        training = self._training()
-        return self._shuffled if training is None else training
+    def _must_be_even(self) -> bool:
+        """Test if every rank must take the same number of steps: while training, as gradients are averaged."""
+        training = self._context.is_training()
+        return self._is_shuffled if training is None else training
 
     @property
     def sampler(self) -> Any:
-        """The script's own, of which `set_epoch` may be called; it is anyway."""
+        """The script's own sampler, for `set_epoch`."""
         return self._given.sampler
 
     @property
     def batch_sampler(self) -> Any:
-        """The script's own, where it has made one."""
+        """The script's own batch sampler, if it made one."""
         return (self._loader if self._given.batch_size is not None else self._given).batch_sampler
 
     @property
     def first_read(self) -> str:
-        """A word for what was read first of all, where every rank reads all of it to keep its share: the first batch of a stream in the
-        first epoch in which a model trained, or the order of a sampler of the script's."""
+        """A digest of the first samples that every rank reads: a stream's first batch in training, or a sampler's first order."""
         return self._first_batch or (self._shard.first_order if self._shard else "")
 
     def __len__(self) -> int:
-        """The number of batches of this rank, of the same size on all of them while a model trains."""
+        """The number of batches of this rank, the same on all ranks while a model trains."""
         if self.is_stream:
-            batches, left = divmod(len(self._loader), self._ranks)
-            return batches + (self._rank < left and not self._evenly())
+            batches, left = divmod(len(self._loader), self._context.ranks)
+            return batches + (self._context.rank < left and not self._must_be_even())
         return len(self._loader if self._shard is None else self._shard)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._epoch_set is not None and getattr(self._sampler, "epoch", None) != self._epoch_set:
-            self._epochs.next = self._sampler.epoch  # the script has set it
-        passed = self._epochs.begin()
-        epoch = passed.number
-        rank, ranks = self._view(epoch, self._evenly()) if self._view else (self._rank, self._ranks)
+        if self._sampler_epoch is not None and getattr(self._sampler, "epoch", None) != self._sampler_epoch:
+            self._epochs.set(self._sampler.epoch)  # the script has set it
+        begun = self._epochs.begin()
+        context, epoch, trains = self._context, begun.number, self._must_be_even()
+        rank, ranks = context.choose_share(epoch, trains) if context.choose_share else (context.rank, context.ranks)
         if self._shard is not None:
             self._shard.epoch, self._shard.rank, self._shard.ranks, self._shard.sizes = epoch, rank, ranks, None
-            self._generator.manual_seed(self._shard.seed + epoch * self._ranks + self._rank)
+            self._generator.manual_seed(self._shard.seed + epoch * context.ranks + context.rank)
         elif hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-            self._note_epoch()
-        if self._balance:
-            self._balance.epoch()
-        watch = _Watch(self._evenly(), self._training, self._parameters)
-        with torch.device("cpu") if self._shard else contextlib.nullcontext():  # where its generator is
+            self._record_epoch()
+        if self._balancer:
+            self._balancer.begin_epoch()
+        with torch.device("cpu") if self._shard else contextlib.nullcontext():  # the device of its generator
             batches: Iterator[Any] = iter(self._loader)
+        mode = _PassMode(trains)
         if self.is_stream:
-            if watch.trains and ranks > 1 and not self._view and not self._first_batch:
-                batches = self._noting_the_first(batches)
-            batches = every_nth(batches, rank, ranks, whole_rounds=lambda: watch.trains)
-        here = passed.of(self._read(batches, self._shard.sizes if self._shard else deque(), watch, passed))
-        return self.meter(here) if self.meter else here
+            if trains and ranks > 1 and not context.choose_share and not self._first_batch:
+                batches = self._record_first(batches)
+            batches = every_nth(batches, rank, ranks, whole_rounds=lambda: mode.trains)
+        read = self._read(batches, self._shard.sizes if self._shard else deque(), mode, begun)
+        return self.measure_waits(read) if self.measure_waits else read
 
-    def _noting_the_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _record_first(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in islice(batches, 1):
             self._first_batch = content_digest(batch)
-            return chain((batch,), batches)  # and keeps none of them
+            return chain((batch,), batches)  # stores none of them
         return batches
 
     def _read(
-        self, batches: Iterator[Any], sizes: deque[tuple[int, int]] | None, watch: _Watch, passed: Pass
+        self, batches: Iterator[Any], sizes: deque[tuple[int, int]] | None, mode: _PassMode, begun: LoaderPass
     ) -> Iterator[Any]:
+        context = self._context
         before: tuple[int, int] | None = None
-        evaluated: bool | None = None
+        is_complete = False
         try:
-            with watch:
-                for step in count():
-                    balance = self._balance if watch.trains and self._shard else None
-                    if balance:
-                        balance.begin()
-                    try:
-                        batch = moved(next(batches), self._device)
-                    except StopIteration:
-                        evaluated = True
-                        break
-                    if step == 0:
-                        self._was_read(None if watch.trains else False)
-                        evaluated = False
-                    if sizes is None and self._shard:  # a loader whose own iteration begins with its first batch
-                        sizes = self._shard.sizes
-                    own, every = sizes.popleft() if sizes else (1, self._ranks)
-                    if watch.may_train:
-                        watch.handed_out()
-                        latest = self._samples(own, every)
-                        before = before or latest
-                    passed.hand_out()
-                    yield batch
-                    passed.look()
-                    if watch.surprised():
-                        self._check_even()
-                    if balance:
-                        balance.end(step, own, learnt=passed.has_learnt and self._epochs.lessons.are_here)
+            for step in count():
+                balancer = self._balancer if mode.trains and self._shard else None
+                if balancer:
+                    balancer.begin_batch()
+                try:
+                    batch = move_to_device(next(batches), context.device)
+                except StopIteration:
+                    is_complete = True
+                    break
+                if step == 0:
+                    context.on_read()
+                if sizes is None and self._shard:  # a loader whose own iteration begins with its first batch
+                    sizes = self._shard.sizes
+                own, every = sizes.popleft() if sizes else (1, context.ranks)
+                if mode.trains or torch.is_grad_enabled():
+                    latest = context.set_batch_samples(own, every)
+                    before = before or latest
+                self._epochs.on_batch(begun)
+                yield batch
+                has_step = self._epochs.has_step(begun)
+                if not mode.trains and (
+                    context.is_training() or (has_step and context.clock.count_steps() is not None)
+                ):
+                    mode.trains = True
+                    self._check_even()
+                if balancer:
+                    balancer.end_batch(step, own, has_step=has_step)
         finally:
             # An evaluation may come between a batch of another loader and its gradients.
-            if before and not watch.trains:
-                self._samples(*before)
-            passed.end(whole=bool(evaluated))
-            if self._epochs.repeated == REPEATED and watch.trains:
-                self._epochs.repeated += 1
-                print(
-                    "distrib: note: a DataLoader given to job.prepare is begun again and again with no step between: each time "
-                    "with the same batches, as other ranks may not have begun it; take different ones from one iterator",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            if evaluated is not None and not (
-                passed.has_learnt if self._epochs.lessons.steps() is not None else watch.trains
-            ):
-                self._was_read(evaluated)
-        if watch.trains:
-            self._samples(1, self._ranks)
-            self._epochs.lessons.end(passed)
+            if before and not mode.trains:
+                context.set_batch_samples(*before)
+            self._epochs.end(begun)
+        if mode.trains:
+            context.set_batch_samples(1, context.ranks)
+            if is_complete and self._epochs.has_step(begun):
+                context.on_epoch_end(begun)
 
     def _check_even(self) -> None:
-        if self._shard and self._shard.uneven:
+        if self._shard and self._shard.is_uneven:
             raise TrainingError(
-                "some ranks have a batch less than others in this epoch, but gradients are computed, for which all are waited for",
-                hint="call model.train() before the epoch, and eval() of its parts that shall stay as they are",
+                "some ranks have a batch less than others in this epoch, but a model trains, and its gradients are waited for",
+                hint="call model.train() before the epoch, and eval() on its parts that shall not change",
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration epoch number `epoch`, counted from 0; the ones after it count on from there."""
-        self._epochs.next = epoch
+        """Set the number of the next epoch, as DistributedSampler does.
+
+        Args:
+            epoch: From 0. Later epochs count from it.
+        """
+        self._epochs.set(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the next epoch, for `job.save`."""
+        """Return the number of the next epoch, for `job.save`."""
         return {"epoch": self._epochs.next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on with the epoch that `state_dict` gave."""
+        """Continue with the epoch of a checkpoint.
+
+        Args:
+            state: The result of `state_dict`.
+        """
         self.set_epoch(state["epoch"])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also keeps copy and pickle, which ask before there is a _loader, from recursion
+        if name.startswith("_"):  # copy and pickle ask before there is a _loader
             raise AttributeError(name)
         return getattr(self._loader if hasattr(self._loader, name) else self._given, name)
 
 
-class _Watch:
-    """Whether a model trains on the batches of one epoch.
+@dataclass
+class _PassMode:
+    """True if a model trains: it is in training mode, or steps are taken from the batches, as with frozen batch normalization."""
 
-    One in training mode does (`trains`, as the epoch begins). In evaluation mode it does once gradients reach its parameters
-    between two of the epoch's batches, and no model is in training mode, or was when the latest batch of all was handed out.
-    """
-
-    latest: ClassVar[_Watch | None] = None
-    """Of whose batches the latest is one; a script may put its model into training mode with the batch in its hands."""
-
-    def __init__(
-        self, trains: bool, training: Callable[[], bool | None], parameters: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
-        self.trains = trains
-        self._surprised = False
-        self._training, self._parameters = training, parameters
-        self._handle: RemovableHandle | None = None
-
-    @property
-    def may_train(self) -> bool:
-        """Whether gradients of a batch that is handed out now may come."""
-        return self.trains or torch.is_grad_enabled()
-
-    def surprised(self) -> bool:
-        """Whether it has turned out since the last call that a model trains."""
-        surprised, self._surprised = self._surprised, False
-        return surprised
-
-    def __enter__(self) -> None:
-        if self.may_train and not self.trains and (parameters := self._parameters()):
-            self._handle = register_multi_grad_hook(parameters, self._gradient, mode="any")
-
-    def __exit__(self, *_: object) -> None:
-        if self._handle:
-            self._handle.remove()
-        if _Watch.latest is self:
-            _Watch.latest = None
-
-    def handed_out(self) -> None:
-        """Comes before each batch for which gradients may come."""
-        _Watch.latest = self
-
-    def _gradient(self, _: torch.Tensor) -> None:
-        if _Watch.latest is self or not self._training():
-            self.trains = self._surprised = True
+    trains: bool
 
 
 def every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: Callable[[], bool]) -> Iterator[Any]:
-    """Batch number `rank` of each `ranks` batches; of an incomplete last round only without `whole_rounds`."""
+    """Yield one batch of each round of `ranks` batches.
+
+    Args:
+        batches: All batches.
+        rank: The place in a round.
+        ranks: Batches of a round.
+        whole_rounds: Returns True to leave out an incomplete last round.
+
+    Yields:
+        This rank's batches.
+    """
     while True:
         own, read = None, 0
-        for batch in islice(batches, ranks):  # not kept: those of all ranks may be more than there is memory for
+        for batch in islice(batches, ranks):  # not stored: a round may exceed the memory
             own, read = batch if read == rank else own, read + 1
         if not read:
             return

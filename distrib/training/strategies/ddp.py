@@ -181,6 +181,11 @@ def wrap_model(
     Raises:
         TrainingError: The device or the strategy cannot average the model's gradients.
     """
+    if device.type == "cuda" and settings.balance and FORMATS[settings.gradients.format].whole_buckets:
+        raise TrainingError(
+            f"{settings.gradients.format} waits on GPUs for the other ranks inside of backward: --balance could not tell who is slow",
+            hint="use other --gradients, or leave out --balance",
+        )
     model = model.to(device)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if ranks == 1:
@@ -222,19 +227,13 @@ def wrap_model(
 
 
 def _wrap_on_gpu(model: nn.Module, device: torch.device, settings: Strategy, options: dict[str, Any]) -> DdpModule:
-    gradients = settings.gradients
-    if FORMATS[gradients.format].whole_buckets and settings.balance:
-        raise TrainingError(
-            f"{gradients.format} waits on GPUs for the other ranks inside of backward: --balance could not tell who is slow",
-            hint="use other --gradients, or leave out --balance",
-        )
     wrapped = _wrap(model, settings.bucket_bytes, {**options, "device_ids": [device.index]})
-    compressor = create_compressor(gradients)
+    compressor = create_compressor(settings.gradients)
     if compressor.torch_hook:
         wrapped.register_comm_hook(None, compressor.torch_hook)
     elif compressor.needs_whole_buckets:
         attach_hook(wrapped, GpuWholeBucketHook(compressor))
-    elif not gradients.exact:
+    elif not settings.gradients.exact:
         attach_hook(wrapped, GpuCompressionHook(device, compressor))
     return wrapped
 

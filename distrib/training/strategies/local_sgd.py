@@ -30,7 +30,7 @@ from distrib.training.gradients.compression import create_compressor
 from distrib.training.model_parameters import exclude_model, optimizer_parameters, trainable_parameters
 from distrib.training.strategies.all_reduce import SynchronizedBuffers, unprepared_parameter
 from distrib.training.strategies.base import TrainingStrategy
-from distrib.training.telemetry.device_timer import Clock
+from distrib.training.telemetry.device_timer import DeviceTimer
 
 MIXED = 0.5
 """The share of a rank's own parameters when an overlapped exchange comes back (Streaming DiLoCo's alpha)."""
@@ -58,7 +58,7 @@ class LocalSgdStrategy(TrainingStrategy):
         self._models: list[nn.Module] = []
         self._buffers: dict[nn.Module, SynchronizedBuffers] = {}
         self._rounds: dict[Optimizer, Round] = {}
-        self._clock = Clock(self.device)
+        self._clock = DeviceTimer(self.device)
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited = 0.0
 

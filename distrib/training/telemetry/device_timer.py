@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def usual(seconds: Sequence[float], *, in_bursts: bool) -> float:
+def typical_seconds(seconds: Sequence[float], *, in_bursts: bool) -> float:
     """What one of these takes as a rule: the median, as a hiccup does not count.
 
     Several processes that load begin together, and their batches come `in_bursts`: one step in so many waits for all. Then it is the
@@ -22,7 +22,7 @@ def usual(seconds: Sequence[float], *, in_bursts: bool) -> float:
     return statistics.fmean([*most, second, second])
 
 
-class Clock:
+class DeviceTimer:
     """Takes marks on a device. On a GPU a mark is an event in its current stream, so that taking it waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until every mark has happened; before that nothing can be said of them."""
         if self._cuda:
             torch.cuda.synchronize(self._device)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distrib.training.model_parameters import exclude_model
 from distrib.training.telemetry import tcp_stats
-from distrib.training.telemetry.device_timer import Clock, usual
+from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
 
 WARMUP_STEPS = 5
 WINDOW_STEPS = 20
@@ -48,7 +48,7 @@ class Meter:
         by_tcp: bool = False,
     ) -> None:
         self._is_counted = by_tcp or tcp_stats.are_all(device)
-        self._clock = Clock(device)
+        self._clock = DeviceTimer(device)
         self._report = report
         self._waited = waited
         self._steady = steady
@@ -140,13 +140,13 @@ class Meter:
         self._hooks.clear()
         self._begin = None
         self._open_at = time.monotonic() + PAUSE_SECONDS
-        self._clock.settle()
+        self._clock.synchronize()
         seconds = self._clock.seconds
         steps = [seconds(begin, end) for begin, _, _, end in self._marks]
         in_bursts = bool(multiprocessing.active_children())  # as what loads would be
         if self._since is None:
             waits = [max(0.0, seconds(ready, called)) for _, ready, called, _ in self._marks]
-            step, wait = usual(steps, in_bursts=in_bursts), statistics.median(waits)
+            step, wait = typical_seconds(steps, in_bursts=in_bursts), statistics.median(waits)
         else:  # in some steps it waits long, in most of them not at all
             waits = [after - before for before, after in itertools.pairwise(self._waits)]
             begun, before = self._since
@@ -161,7 +161,7 @@ class Meter:
                 "steps": len(steps),
                 "step_seconds": step,
                 "exposed_seconds": wait,
-                "compute_seconds": max(0.0, usual(computes, in_bursts=in_bursts)),
+                "compute_seconds": max(0.0, typical_seconds(computes, in_bursts=in_bursts)),
                 "sent_bytes_per_second": tcp_stats.rates(self._sent, sent),
                 "sent_bytes_per_step": {address: size / len(steps) for address, size in sizes.items()},
             }
