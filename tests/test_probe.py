@@ -14,7 +14,7 @@ from msgspec import structs
 from rich.console import Console
 
 from distrib.cluster import shared_links
-from distrib.cluster.inventory import RdmaPort
+from distrib.cluster.inventory import Interface, RdmaPort
 from distrib.cluster.links import link_between
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.node import Nic, NodeGroup
@@ -33,9 +33,8 @@ from distrib.probe.probe_report import bus_bandwidth, curve_table, describe_rank
 from distrib.probe.records import (
     CollectiveMeasurement,
     Facts,
-    Gpu,
     GpuLinkStates,
-    Interface,
+    GpuPcieLink,
     IntraNodeMeasurement,
     PairMeasurement,
     ProbeEnded,
@@ -457,7 +456,7 @@ def test_hosts_of_one_machine_do_not_make_others_look_slow():
 
 def test_a_link_of_a_bond_is_not_called_broken():
     """Its streams may have met in one of its two cards."""
-    bond = Interface(name="eth0", physical=False, up=True, mtu=1500, speed_bytes_per_second=250 * MB, kind="bond")
+    bond = Interface(name="eth0", mtu=1500, speed_bytes_per_second=250 * MB, kind="bond")
     said = tuple(facts(f"n{n}", interfaces=(bond,)) for n in range(1, 9))
     network = Network(8, noise=0.005, rate=239 * MB, one_way={(0, 3): 0.5})
     (found,) = check_records(network.records(DEFAULT, said))
@@ -577,7 +576,7 @@ def test_a_further_network_that_passes_nothing_is_no_finding():
 
 def facts(host, **changed):
     own = {
-        "interfaces": (Interface(name="eth0", physical=True, up=True, mtu=1500, speed_bytes_per_second=125 * MB),),
+        "interfaces": (Interface(name="eth0", mtu=1500, speed_bytes_per_second=125 * MB),),
         **changed,
     }
     return Facts(host=host, address="198.18.0.1", interface="eth0", cpus=8, **own)
@@ -595,8 +594,10 @@ def test_a_faster_network_that_some_hosts_are_not_on_is_told_of_with_them():
 
 
 def test_a_different_mtu_and_a_narrow_slot_are_found():
-    jumbo = Interface(name="eth0", physical=True, up=True, mtu=9000, speed_bytes_per_second=125 * MB)
-    gpu = Gpu(index=3, name="H100", pcie_generation=5, pcie_generation_possible=5, pcie_width=4, pcie_width_possible=16)
+    jumbo = Interface(name="eth0", mtu=9000, speed_bytes_per_second=125 * MB)
+    gpu = GpuPcieLink(
+        index=3, name="H100", pcie_generation=5, pcie_generation_possible=5, pcie_width=4, pcie_width_possible=16
+    )
     said = (facts("n1"), facts("n2", interfaces=(jumbo,)), facts("n3", gpus=(gpu,)), facts("n4"))
     found = check_records(Network(4).records(facts=said))
     assert {(f.kind, f.hosts) for f in found} == {("mtu", ("n2",)), ("narrow_pcie", ("n3",))}
@@ -608,10 +609,7 @@ def test_a_different_mtu_and_a_narrow_slot_are_found():
     ((9000, 1500, 1500), {"n1: MTU 9000, most hosts have 1500"}),
 ])  # fmt: skip
 def test_of_two_equally_common_mtus_none_is_usual(mtus, told):
-    said = tuple(
-        facts(f"n{n + 1}", interfaces=(Interface(name="eth0", physical=True, up=True, mtu=mtu),))
-        for n, mtu in enumerate(mtus)
-    )
+    said = tuple(facts(f"n{n + 1}", interfaces=(Interface(name="eth0", mtu=mtu),)) for n, mtu in enumerate(mtus))
     found = check_records(Network(len(mtus)).records(facts=said))
     assert {f.what for f in found} == told
     assert all(f.advice.startswith("ip link set" if "most" in f.what else "set one MTU on all hosts") for f in found)
@@ -646,7 +644,7 @@ def copies(host, rates, path="PCIe"):
 
 
 def test_a_gpu_whose_copies_are_slow_is_told_of():
-    h100, t4 = (tuple(Gpu(index=n, name=name) for n in range(4)) for name in ("H100", "T4"))
+    h100, t4 = (tuple(GpuPcieLink(index=n, name=name) for n in range(4)) for name in ("H100", "T4"))
     said = (facts("n1", gpus=h100), facts("n2", gpus=h100), facts("n3", gpus=t4))
     records = Network(3).records(facts=said)
     assert (
@@ -660,7 +658,7 @@ def test_a_gpu_whose_copies_are_slow_is_told_of():
 
 def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
     mesh = {(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)}  # a DGX-1's with two links
-    said = tuple(facts(f"n{n}", gpus=tuple(Gpu(index=g, name="V100") for g in range(8))) for n in range(1, 5))
+    said = tuple(facts(f"n{n}", gpus=tuple(GpuPcieLink(index=g, name="V100") for g in range(8))) for n in range(1, 5))
 
     def between(host, slow=None):
         return [
@@ -678,7 +676,7 @@ def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
 
 def test_a_narrow_slot_is_known_once_the_gpu_was_used():
     """Idle GPUs let their links sleep."""
-    idle = Gpu(
+    idle = GpuPcieLink(
         index=0, name="RTX 4090", pcie_generation=1, pcie_generation_possible=4, pcie_width=8, pcie_width_possible=16
     )
     records = Network(2).records(facts=(facts("n1", gpus=(idle,)), facts("n2")))
@@ -734,7 +732,7 @@ def two_networks(rates, hosts=4, gbits=10):
         facts(
             f"n{n}",
             interfaces=tuple(
-                Interface(name=f"eth{net}", physical=True, up=True, kind="physical", mtu=1500, addresses=(address(n, net),),
+                Interface(name=f"eth{net}", kind="physical", mtu=1500, addresses=(address(n, net),),
                           speed_bytes_per_second=(gbits if net else 1) * 125 * MB)
                 for net in (0, 1)
             ),
@@ -763,7 +761,7 @@ def test_a_card_that_was_measured_as_a_target_alone_was_tried():
 
 
 def card(gbits):
-    interface = Interface(name="eth0", physical=True, up=True, mtu=1500, speed_bytes_per_second=gbits * 125 * MB)
+    interface = Interface(name="eth0", mtu=1500, speed_bytes_per_second=gbits * 125 * MB)
     return (interface,)
 
 
@@ -864,7 +862,7 @@ def described_network(nics, name="eth0"):
             address=f"10.0.0.{i}",
             interface=name,
             cpus=2,
-            interfaces=(Interface(name=name, physical=False, up=True),),
+            interfaces=(Interface(name=name, kind="veth"),),
         )
         for i in (1, 2, 3)
     )
@@ -1219,7 +1217,7 @@ def test_a_host_that_loses_packets_is_told_of_however_few_there_are(hosts, bad):
 
 def test_a_link_that_came_and_went_often_is_told_of():
     def card(changes):
-        return (Interface(name="eth0", physical=True, up=True, mtu=1500, carrier_changes=changes),)
+        return (Interface(name="eth0", mtu=1500, carrier_changes=changes),)
 
     said = tuple(facts(f"n{n}", interfaces=card(400 if n == 2 else 3)) for n in (1, 2, 3, 4))
     (found,) = check_records(Network(4).records(facts=said))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from distrib.cluster import hostfile
+from distrib.cluster.inventory import Interface
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.measurements_writer import write_measured
 from distrib.cluster.topology import read_topology
@@ -33,8 +34,7 @@ from distrib.probe.protocol import (
 from distrib.probe.records import (
     CollectiveMeasurement,
     Facts,
-    Gpu,
-    Interface,
+    GpuPcieLink,
     IntraNodeMeasurement,
     PairMeasurement,
     ProbeEnded,
@@ -76,7 +76,7 @@ class Cluster:
         self.hellos = []
         for number in range(hosts):
             cards = tuple(
-                Interface(name=f"eth{n}", physical=True, up=True, kind="physical", addresses=(f"10.{n}.0.{number}/16",))
+                Interface(name=f"eth{n}", kind="physical", addresses=(f"10.{n}.0.{number}/16",))
                 for n in range(networks)
             )
             facts = Facts(
@@ -386,7 +386,7 @@ def test_an_all_reduce_without_gpudirect_is_not_called_one_with_it(monkeypatch, 
     if level is not None:
         monkeypatch.setenv("NCCL_NET_GDR_LEVEL", level)
     cluster = Cluster(2)
-    gpu = Gpu(index=0, name="H100")
+    gpu = GpuPcieLink(index=0, name="H100")
     for number, hello in enumerate(cluster.hellos):
         able = msgspec.structs.replace(hello.facts, gpus=(gpu,), rdma_bytes_per_second=25e9)
         cluster.hellos[number] = RankHello(facts=able)
@@ -621,7 +621,7 @@ def test_findings_are_shown_whatever_becomes_of_the_file(jobs, capsys, tmp_path)
     assert probe("-H", "n[1-4]", "-o", "t.yaml") == 2
     out, err = capsys.readouterr()
     assert "n3: slow link" in out
-    assert "cannot take a measured part" in err
+    assert "section cannot be inserted" in err
     assert (tmp_path / "t.yaml.partial.jsonl").stat().st_size > 100
 
 

@@ -85,14 +85,14 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """A network interface. `kind`: physical, loopback, or the kernel's word: bridge, veth, bond, vlan, tun, ..."""
 
     name: str
-    kind: str
-    infiniband: bool
-    addresses: tuple[str, ...]
+    kind: str = "physical"
+    infiniband: bool = False
+    addresses: tuple[str, ...] = ()
     """With prefix, such as `198.18.0.1/16`."""
-    up: bool
-    mtu: int | None
-    speed_bytes_per_second: float | None
-    rdma: tuple[str, ...]
+    up: bool = True
+    mtu: int | None = None
+    speed_bytes_per_second: float | None = None
+    rdma: tuple[str, ...] = ()
     """RDMA devices of the same NIC, such as `mlx5_0`."""
     cards: tuple[str, ...] = ()
     """Physical NICs below a bridge, bond or VLAN."""

@@ -10,8 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distrib.cluster.inventory import InventoryQuery, RdmaPort, fastest_ports, own_inventory, total_rate
-from distrib.probe.records import Facts, Gpu, Interface
+from distrib.probe.records import Facts, GpuPcieLink
 from distrib.utils.cpus import cpu_quota, usable_cores
 from distrib.utils.netif import interface_of
 
@@ -33,17 +35,7 @@ def own_facts(host: str, address: str) -> Facts:
         processors=tuple(core[0] for core in usable_cores()),
         quota=cpu_quota(),
         interfaces=tuple(
-            Interface(
-                name=each.name,
-                physical=each.kind == "physical",
-                up=each.up and bool(each.routable_addresses()),
-                mtu=each.mtu,
-                speed_bytes_per_second=each.speed_bytes_per_second,
-                kind=each.kind,
-                carrier_changes=each.carrier_changes,
-                addresses=each.addresses,
-                cards=each.cards,
-            )
+            msgspec.structs.replace(each, up=each.up and bool(each.routable_addresses()))
             for each in inventory.interfaces
             if each.kind != "loopback"
             and (each.kind != "veth" or each.routable_addresses())  # a host may have one for each container
@@ -87,7 +79,7 @@ def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
     return max(each, key=total_rate, default=())
 
 
-def gpu_links() -> tuple[Gpu, ...]:
+def gpu_links() -> tuple[GpuPcieLink, ...]:
     """The PCIe links of the GPUs, asked of NVML; none where it cannot be asked. They may be narrower and slower while a GPU is idle."""
     try:
         import pynvml
@@ -101,7 +93,7 @@ def gpu_links() -> tuple[Gpu, ...]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name = pynvml.nvmlDeviceGetName(handle)
             found.append(
-                Gpu(
+                GpuPcieLink(
                     index=index,
                     name=name.decode() if isinstance(name, bytes) else str(name),
                     pcie_generation=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),

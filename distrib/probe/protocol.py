@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, Point
-from distrib.probe.records import Facts, Gpu, LoadPattern
+from distrib.probe.records import Facts, GpuPcieLink, LoadPattern
 from distrib.probe.settings import Mode, Transport
 
 HELLO_TAG, SETUP_TAG, TASK_TAG, REPLY_TAG = 1, 2, 3, 4
@@ -126,7 +126,7 @@ class TaskReply(msgspec.Struct, frozen=True, kw_only=True):
     retransmits: int = 0
     path_mtu: int | None = None
     copies: tuple[IntraNodeLinkMeasurement, ...] = ()
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuPcieLink, ...] = ()
     collectives: tuple[Collective, ...] = ()
     failed: str | None = None
 

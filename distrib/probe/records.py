@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from distrib.cluster.inventory import Interface
 from distrib.cluster.measurements import (
     Collective,
     IntraNodeLinkMeasurement,
@@ -31,23 +32,7 @@ LoadPattern = Literal["alone", "together", "bisection", "sharing"]
 """Traffic during the measurement of a pair. `sharing`: pairs chosen to find a shared link, which say little of the pair itself."""
 
 
-class Interface(msgspec.Struct, frozen=True, kw_only=True):
-    """A network interface of a host; what the kernel does not tell is None."""
-
-    name: str
-    physical: bool
-    up: bool
-    mtu: int | None = None
-    speed_bytes_per_second: float | None = None
-    kind: str = "unknown"
-    carrier_changes: int | None = None
-    """How often its link came or went since the driver was loaded."""
-    addresses: tuple[str, ...] = ()
-    cards: tuple[str, ...] = ()
-    """The physical cards behind a bridge, a bond or a VLAN."""
-
-
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class GpuPcieLink(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU's PCIe link as it is, and as it could be."""
 
     index: int
@@ -82,7 +67,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether MPI has opened such a port in the probe, where there are some."""
     gpudirect: bool = False
     """Whether network cards can reach GPU memory: by a kernel module, or by DMA-BUF."""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuPcieLink, ...] = ()
     software: dict[str, str] = {}
 
     def named(self, interface: str | None) -> Interface | None:
@@ -150,7 +135,7 @@ class GpuLinkStates(msgspec.Struct, frozen=True, kw_only=True, tag="gpus"):
     """The PCIe links of a host's GPUs directly after their use."""
 
     host: str
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuPcieLink, ...]
 
 
 class CollectiveMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import get_args
 
+from distrib.cluster.inventory import Interface
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement
 from distrib.cluster.node import Nic
 from distrib.probe.records import (
     CollectiveMeasurement,
     Facts,
-    Gpu,
     GpuLinkStates,
-    Interface,
+    GpuPcieLink,
     IntraNodeMeasurement,
     LoadPattern,
     PairMeasurement,
@@ -91,7 +91,7 @@ class CheckInputs:
     collectives: tuple[Collective, ...] = ()
     configured_nics: Mapping[str, Sequence[Nic]] = dataclasses.field(default_factory=dict)
     """The NICs that the topology file gives each host."""
-    gpus_after_use: Mapping[str, tuple[Gpu, ...]] = dataclasses.field(default_factory=dict)
+    gpus_after_use: Mapping[str, tuple[GpuPcieLink, ...]] = dataclasses.field(default_factory=dict)
     copies: tuple[IntraNodeLinkMeasurement, ...] = ()
     """Copies inside hosts, between GPUs and memory."""
 

@@ -108,7 +108,7 @@ def _used_nic(facts: Facts, transport: Transport, configured: Sequence[Nic]) -> 
         if nic.name == facts.interface and nic.link.kind != "infiniband":
             return _nic_link(nic.link.rate_bytes_per_second, "ethernet")
     own = facts.named(facts.interface)
-    rate = own.speed_bytes_per_second if own and own.physical else None
+    rate = own.speed_bytes_per_second if own and own.kind == "physical" else None
     return _nic_link(rate, "ethernet") if rate else None
 
 
