@@ -16,8 +16,9 @@ from torch import nn
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients
 from distrib.training.checkpoint import checkpoint_format
+from distrib.training.grad_scaler import ScalerSteps
 from distrib.training.gradient_accumulation import BatchSamples
-from distrib.training.optimizer_step import OptimizerStepper, attach_scaler
+from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.parameter_server import transport as wire
 from distrib.training.parameter_server.server_link import ServerLink
 from distrib.training.parameter_server.server_optimizer import OptimizerSpec, with_own_momentum
@@ -402,7 +403,7 @@ def test_a_scaler_leaves_out_steps_of_a_fused_optimizer(make):
         optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
         steps = stepping(backend, optimizer, model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        attach_scaler(scaler, [steps])
+        ScalerSteps(scaler, [steps])
         for number in range(4):
             optimizer.zero_grad()
             bad = number == 1 and not backend.world.rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from distrib.environment import DISTRIB_SERVERS, WORLD_SIZE
+from distrib.environment import DISTRIB_SERVERS
 from distrib.errors import TrainingError
 from distrib.strategy import strategy_from_environment
 from distrib.training import compat, shutdown, sync_batchnorm
@@ -37,8 +36,7 @@ from distrib.training.strategies.base import ElasticStrategy, TrainingStrategy, 
 from distrib.training.telemetry.status_pipe import StatusPipe
 from distrib.training.telemetry.step_timer import Meter
 from distrib.training.training_state import TrainingState
-from distrib.training.world import find_device, find_world, planned_world
-from distrib.utils.mpi_env import OMPI_SIZE
+from distrib.training.world import find_device, find_world, planned_world, refuse_worker_process
 
 T = TypeVar("T")
 
@@ -78,7 +76,7 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
             raise TrainingError(
                 "mode async, but there is no parameter server", hint="distrib-launch --mode async starts them"
             )
-        _refuse_loader_workers()
+        refuse_worker_process()
         world = planned_world() if elastic else find_world(threads=settings.backend == "horovod")
         device = find_device(world.local_rank)
         if not elastic:
@@ -90,16 +88,6 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
-
-
-def _refuse_loader_workers() -> None:
-    several = any(os.environ.get(size, "1") != "1" for size in (WORLD_SIZE, OMPI_SIZE))
-    imports_again = getattr(multiprocessing.current_process(), "_inheriting", False)  # set by multiprocessing itself
-    if several and imports_again:
-        raise TrainingError(
-            "a worker process of a DataLoader or of multiprocessing imports this script, and would join the job a second time",
-            hint='put the script\'s work under `if __name__ == "__main__":`',
-        )
 
 
 class Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -19,14 +18,12 @@ from distrib.errors import TrainingError
 from distrib.training.checks.step_counts import StepCountCheck
 from distrib.training.collectives import IS_AVERAGED
 from distrib.training.gradient_accumulation import BatchSamples, GradientAccumulator
-from distrib.training.model_parameters import optimizer_parameters, trainable_parameters, unwrap_model
+from distrib.training.model_parameters import optimizer_parameters, unwrap_model
 from distrib.training.nan_guard import NanGuard, OnNan
 from distrib.training.step_observer import StepObserver
 from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.strategies.ddp_module import is_in_join
 
-MAX_OVERFLOWS_IN_A_ROW = 40
-"""A scale halved this often makes gradients 1e12 times smaller: then it is not the scale that makes them infinite."""
 _STEPPER = "_distrib_stepper"
 """The attribute of an optimizer that holds its OptimizerStepper."""
 
@@ -66,7 +63,8 @@ class OptimizerStepper:
         self.taking = False
         """True while the optimizer's own step runs."""
         self._strategy, self._observers = strategy, observers
-        self._models: list[nn.Module] = []
+        self.models: list[nn.Module] = []
+        """The prepared models that have parameters of the optimizer."""
         self._refusal: TrainingError | None = None
         averaged = strategy.averages_gradients and strategy.world.size > 1
         # A gradient that was pushed to a server cannot be taken back: there the check must not be late.
@@ -74,7 +72,6 @@ class OptimizerStepper:
         self._nan_guard = NanGuard(optimizer, on_nan, averaged=averaged, late=late)
         self._step_counts = StepCountCheck(self._name)
         self._scaled = False
-        self._overflows = 0
         self._own_step: Callable[..., Any] = optimizer.step
         self._is_replaced = False
         """True if the optimizer was prepared again: its new stepper calls the optimizer's own step through this one."""
@@ -83,15 +80,7 @@ class OptimizerStepper:
             before._is_replaced = True
         setattr(optimizer, _STEPPER, self)
         self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-        @functools.wraps(self._own_step)
-        def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
-            return self._step(*arguments, **options)
-
-        for mark in [name for name in vars(step) if name.startswith("_torchdynamo")]:
-            delattr(step, mark)  # a compiled step: torch would trace into it past this function
-        # A bound method, as schedulers replace `step` by a function of their own; never compiled, as it communicates.
-        optimizer.step = MethodType(_disable_dynamo(step), optimizer)  # type: ignore[method-assign]
+        _replace_step(optimizer, self._step)
 
     @property
     def is_retired(self) -> bool:
@@ -102,25 +91,6 @@ class OptimizerStepper:
     def must_count(self) -> bool:
         """True if replicas diverge when the optimizer takes a step that is not counted here."""
         return self.accumulator.batches > 1 or (self._strategy.world.size > 1 and not self._strategy.averages_gradients)
-
-    def give_way(self, other: Optimizer) -> None:
-        """Retire if a newly prepared optimizer has the same parameters and only one may train them. Collective.
-
-        Args:
-            other: The optimizer that is prepared now.
-        """
-        if self.is_retired or not (self.must_count or self._strategy.exclusive_parameters):
-            return
-        if {*trainable_parameters(other)}.isdisjoint(trainable_parameters(self.optimizer)):
-            return
-        if self._strategy.averages_gradients:
-            reason = "with accumulate a gradient must belong to one optimizer"
-        else:
-            reason = f"in mode {self._strategy.settings.mode} replicas would diverge"
-        self.retire(
-            f"{self._name} takes a step, and {type(other).__name__}, which was prepared after it, has its parameters: {reason}",
-            hint="use the optimizer that was prepared last, or give each parameter to one of them",
-        )
 
     def retire(self, why: str, *, hint: str) -> None:
         """Refuse all further steps. Collective.
@@ -140,7 +110,7 @@ class OptimizerStepper:
             )
         self.finalize()
         self._refusal = TrainingError(why, hint=hint)
-        self._models = []
+        self.models = []
         self._nan_guard.close()
         self.accumulator.close()
         self._strategy.release_optimizer(self.optimizer)
@@ -160,7 +130,7 @@ class OptimizerStepper:
             raise TrainingError("accumulate() between the batches of one step", hint="call it before the first batch")
         self.accumulator.batches = batches
         self.accumulator.update_hooks()
-        self.pair(self._models)
+        self.pair(self.models)
         if self._compares_counts:
             _ = self._strategy.step_count_group  # created here, where every rank is
 
@@ -173,26 +143,25 @@ class OptimizerStepper:
         if self.is_retired:
             return
         own = set(map(id, optimizer_parameters(self.optimizer)))
-        self._models = [model for model in models if any(id(parameter) in own for parameter in model.parameters())]
-        self._nan_guard.watch(_parameter_names(self._models))
-        self.accumulator.models = {p: number for number, model in enumerate(self._models) for p in model.parameters()}
-        self._strategy.pair_models(self.optimizer, self._models)
-        self._strategy.set_gradient_sync(self.optimizer, self._models, self.accumulator.is_last)
+        self.models = [model for model in models if any(id(parameter) in own for parameter in model.parameters())]
+        self._nan_guard.watch(_parameter_names(self.models))
+        self.accumulator.models = {p: number for number, model in enumerate(self.models) for p in model.parameters()}
+        self._strategy.pair_models(self.optimizer, self.models)
+        self._strategy.set_gradient_sync(self.optimizer, self.models, self.accumulator.is_last)
         supports_scaling = self._fused or (self.must_count and not self._scaled)
         self.optimizer._step_supports_amp_scaling = supports_scaling  # type: ignore[attr-defined]
 
-    def trains(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Detect parameters of the optimizer or of its models.
+    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Prepare for a step that a GradScaler takes.
 
         Args:
-            parameters: Any parameters.
-
-        Returns:
-            True if one of them is.
+            scaler: It multiplies gradients by its present scale, and may skip the step.
         """
-        own = set(map(id, optimizer_parameters(self.optimizer)))
-        own.update(id(parameter) for model in self._models for parameter in model.parameters())
-        return any(id(parameter) in own for parameter in parameters)
+        if not self._scaled:
+            self._scaled = True
+            self._strategy.on_gradients_unscaled(self.optimizer)
+            self.pair(self.models)
+        self._strategy.on_scaled_step(self.models, scaler)
 
     def check_last_step(self, *, alone: bool = False) -> None:
         """Check the gradients of a step that was not waited for. Collective, unless `alone`.
@@ -231,10 +200,10 @@ class OptimizerStepper:
         Returns:
             The result of `update`; None if there was no step.
         """
-        if any(map(is_in_join, self._models)):
-            self._check_join()
+        if any(map(is_in_join, self.models)):
+            _refuse_join(self.models, compares_counts=self._compares_counts)
         if self.accumulator.batches > 1:
-            self._check_not_averaged_by_script()
+            _refuse_averaged_gradients(self.optimizer)
         result = None
         self.calls += 1
         is_last = self.accumulator.is_last
@@ -246,44 +215,9 @@ class OptimizerStepper:
             self._notify(False)
         self.accumulator.next_batch()
         if is_last != self.accumulator.is_last:
-            self._strategy.set_gradient_sync(self.optimizer, self._models, self.accumulator.is_last)
+            self._strategy.set_gradient_sync(self.optimizer, self.models, self.accumulator.is_last)
             if self.accumulator.is_last:
                 self._send_counts()
-        return result
-
-    def take_scaled(
-        self, scaler: torch.amp.GradScaler, own: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> Any:
-        """Take `scaler.step(optimizer)`, also counting steps that the scaler skips.
-
-        Args:
-            scaler: The script's GradScaler.
-            own: Its own `step`.
-            arguments: Positional arguments of `step` after the optimizer.
-            options: Keyword arguments of `step`.
-
-        Returns:
-            The result of `own`.
-        """
-        if not self._scaled:
-            self._scaled = True
-            self._strategy.on_gradients_unscaled(self.optimizer)
-            self.pair(self._models)
-        self._strategy.on_scaled_step(self._models, scaler)
-        if not self.accumulator.is_last:
-            return self.take(None)
-        taken = self.taken
-        result = own(self.optimizer, *arguments, **options)
-        if self.taken != taken:
-            self._overflows = 0
-            return result
-        self.take(None)
-        self._overflows += 1
-        if self._overflows == MAX_OVERFLOWS_IN_A_ROW and self._reports:
-            _report(
-                f"warning: the GradScaler has left out {self._overflows} steps of {self._name} in a row: gradients are nan or "
-                "infinite whatever the scale is. Check the loss and the batches"
-            )
         return result
 
     def _step(self, *arguments: Any, **options: Any) -> Any:
@@ -302,36 +236,29 @@ class OptimizerStepper:
             raise TrainingError(
                 "a closure computes its own gradients: they cannot be accumulated", hint="leave out accumulate"
             )
-        options["closure"] = self._checked(closure)
+        options["closure"] = functools.partial(self._run_closure, closure)
         return self.take(lambda: self._own_step(*arguments[1:], **options), by_closure=True)
 
-    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure: its gradients are checked, and its loss is the mean of all ranks.
-
-        LBFGS searches by the loss, and would call the closure more often on some ranks.
-        """
-
-        def checked() -> Any:
-            loss = closure()
-            self._strategy.check_gradients(self._models)
-            if not self._nan_guard.check(self.taken + 1):
-                raise _SkipStep
-            if loss is None or not self._strategy.averages_gradients or self._strategy.world.size == 1:
-                return loss
-            is_number = not isinstance(loss, torch.Tensor)
-            dtype = torch.float64 if is_number else None
-            mean = torch.as_tensor(loss, dtype=dtype, device=self._strategy.device).detach() * self.accumulator.share
-            dist.all_reduce(mean)
-            return float(mean) if is_number else mean
-
-        return checked
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure and check its gradients; return the mean loss of all ranks, as LBFGS searches by it."""
+        loss = closure()
+        self._strategy.check_gradients(self.models)
+        if not self._nan_guard.check(self.taken + 1):
+            raise _SkipStep
+        if loss is None or not self._strategy.averages_gradients or self._strategy.world.size == 1:
+            return loss
+        is_number = not isinstance(loss, torch.Tensor)
+        dtype = torch.float64 if is_number else None
+        mean = torch.as_tensor(loss, dtype=dtype, device=self._strategy.device).detach() * self.accumulator.share
+        dist.all_reduce(mean)
+        return float(mean) if is_number else mean
 
     def _take_last(self, update: Callable[[], Any] | None, by_closure: bool) -> Any:
-        if not self.taken:
-            self._check_owned()
+        if not self.taken and self._strategy.world.size > 1:
+            _check_owned(self.optimizer, self.models)
         if not by_closure:
             self.accumulator.before_step()
-            self._strategy.check_gradients(self._models)
+            self._strategy.check_gradients(self.models)
         for observer in self._observers:
             observer.before_step()
         found_inf = getattr(self.optimizer, "found_inf", None)  # then the optimizer itself skips the step
@@ -357,14 +284,14 @@ class OptimizerStepper:
             self.taking = False
         if update is None:
             self._strategy.on_step_skipped(self.optimizer)
-        self._strategy.after_step(self._models)
+        self._strategy.after_step(self.models)
         self.taken += 1
         if found_inf is not None:
             self._notify(functools.partial(self._was_updated, found_inf == 0))
         else:
             self._notify(update is not None)
             if update is None:
-                self._clear_gradients()
+                _clear_gradients(self.optimizer)
         self.skipped += is_bad
         if is_bad and self.skipped in (10**power for power in range(1, 10)):
             self._report_skipped()
@@ -377,30 +304,22 @@ class OptimizerStepper:
     def _was_updated(self, is_finite: torch.Tensor) -> bool:
         updated = bool(is_finite)
         if not updated:
-            self._clear_gradients()
+            _clear_gradients(self.optimizer)
         return updated
-
-    def _clear_gradients(self) -> None:
-        """Clear NaN gradients after a skipped step: a script may clear them only after real steps."""
-        for parameter in optimizer_parameters(self.optimizer):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach().zero_()
 
     @property
     def _name(self) -> str:
         return type(self.optimizer).__name__
 
     @property
-    def _reports(self) -> bool:
+    def is_reporter(self) -> bool:
         """True if this rank reports what all ranks see, or what it alone sees."""
         return not self._strategy.averages_gradients or not self._strategy.world.rank
 
     def _report_skipped(self) -> None:
         world = self._strategy.world
         where = "" if self._strategy.averages_gradients or world.size == 1 else f" on rank {world.rank}"
-        if self._reports:
+        if self.is_reporter:
             _report(
                 f"{self.skipped} of {self.taken} steps of {self._name} were left out{where}, as gradients were nan or infinite"
             )
@@ -414,68 +333,65 @@ class OptimizerStepper:
         if self._compares_counts:
             self._step_counts.send(self.accumulator.passes, self.calls, self._strategy.step_count_group)
 
-    def _check_join(self) -> None:
-        """Refuse collectives that a rank in `join()` does not answer after its last batch."""
-        problem = "the ranks compare their batches" if self._compares_counts else ""
-        if any(buffer.numel() for model in self._models for buffer in model.buffers()):
-            problem = "rank 0 sends the model's buffers to all after each step"
-        if problem:
-            raise TrainingError(
-                f"join(): {problem}, but ranks that have read their last batch do not answer",
-                hint="leave join() out and prepare the DataLoader, which gives all ranks as many batches",
-            )
-
-    def _check_not_averaged_by_script(self) -> None:
-        if any(hasattr(parameter.grad, IS_AVERAGED) for parameter in optimizer_parameters(self.optimizer)):
-            raise TrainingError(
-                "a gradient that the script sets itself (p.grad = job.all_reduce(...)) cannot be accumulated",
-                hint="leave out accumulate, or add up the batches' gradients in the script, too",
-            )
-
-    def _check_owned(self) -> None:
-        """Refuse parameters of no prepared model: their gradients are not averaged."""
-        if self._strategy.world.size == 1:
-            return
-        known = {id(parameter) for model in self._models for parameter in model.parameters()}
-        for number, group in enumerate(self.optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and id(parameter) not in known:
-                    raise TrainingError(
-                        f"parameter {index} of group {number} of the {self._name}, {list(parameter.shape)}, belongs to no prepared "
-                        "model: replicas would diverge",
-                        hint="prepare its model, and create the optimizer with the model's present parameters",
-                    )
-
 
 class _SkipStep(Exception):
     """A closure's gradients are NaN or infinite, and the step is skipped."""
 
 
-def attach_scaler(scaler: torch.amp.GradScaler, steppers: Sequence[OptimizerStepper]) -> None:
-    """Make a GradScaler count the steps that it skips, and keep one scale for all batches of a step.
+def _refuse_join(models: Sequence[nn.Module], *, compares_counts: bool) -> None:
+    """Refuse collectives that a rank in `join()` does not answer after its last batch."""
+    problem = "the ranks compare their batches" if compares_counts else ""
+    if any(buffer.numel() for model in models for buffer in model.buffers()):
+        problem = "rank 0 sends the model's buffers to all after each step"
+    if problem:
+        raise TrainingError(
+            f"join(): {problem}, but ranks that have read their last batch do not answer",
+            hint="leave join() out and prepare the DataLoader, which gives all ranks as many batches",
+        )
 
-    Args:
-        scaler: The script's GradScaler; its `step` and `update` are replaced.
-        steppers: All of the job; the list may grow.
-    """
-    own_step, own_update = scaler.step, scaler.update
-    scaled: weakref.WeakSet[OptimizerStepper] = weakref.WeakSet()
 
+def _refuse_averaged_gradients(optimizer: Optimizer) -> None:
+    """Refuse to accumulate gradients that the script averaged itself."""
+    if any(hasattr(parameter.grad, IS_AVERAGED) for parameter in optimizer_parameters(optimizer)):
+        raise TrainingError(
+            "a gradient that the script sets itself (p.grad = job.all_reduce(...)) cannot be accumulated",
+            hint="leave out accumulate, or add up the batches' gradients in the script, too",
+        )
+
+
+def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Refuse parameters of no prepared model: their gradients are not averaged."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise TrainingError(
+                    f"parameter {index} of group {number} of the {type(optimizer).__name__}, {list(parameter.shape)}, belongs to no "
+                    "prepared model: replicas would diverge",
+                    hint="prepare its model, and create the optimizer with the model's present parameters",
+                )
+
+
+def _clear_gradients(optimizer: Optimizer) -> None:
+    """Clear NaN gradients after a skipped step: a script may clear them only after real steps."""
+    for parameter in optimizer_parameters(optimizer):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.detach().zero_()
+
+
+def _replace_step(optimizer: Optimizer, take: Callable[..., Any]) -> None:
+    """Make `optimizer.step()` call `take`."""
+
+    @functools.wraps(optimizer.step)
     def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
-        for stepper in steppers:
-            if stepper.optimizer is optimizer and not stepper.is_retired:
-                scaled.add(stepper)
-                return stepper.take_scaled(scaler, own_step, arguments, options)
-        return own_step(optimizer, *arguments, **options)
+        return take(*arguments, **options)
 
-    def update(new_scale: float | torch.Tensor | None = None) -> None:
-        if new_scale is None and scaler.is_enabled() and any(stepper.accumulator.is_begun for stepper in scaled):
-            present = scaler._get_scale_async()  # stays on the GPU, without waiting for it
-            here = present is not None and present.device.type == scaler._device
-            new_scale = present if here else scaler.get_scale()
-        own_update(new_scale)
-
-    scaler.step, scaler.update = step, update  # type: ignore[method-assign]
+    for mark in [name for name in vars(step) if name.startswith("_torchdynamo")]:
+        delattr(step, mark)  # a compiled step: torch would trace into it past this function
+    # A bound method, as schedulers replace `step` by a function of their own; never compiled, as it communicates.
+    optimizer.step = MethodType(_disable_dynamo(step), optimizer)  # type: ignore[method-assign]
 
 
 def _parameter_names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:

@@ -22,15 +22,18 @@ from distrib.training.checks.cross_rank import check_identical
 from distrib.training.collectives import JobCollectives
 from distrib.training.data.job_loaders import JobLoaders
 from distrib.training.data.sharded_loader import ShardedLoader
+from distrib.training.grad_scaler import ScalerSteps
 from distrib.training.model_parameters import (
     exclude_model,
     has_misplaced_state,
     has_sharded_parameters,
     move_optimizer_state,
+    optimizer_parameters,
+    trainable_parameters,
     unwrap_model,
 )
 from distrib.training.nan_guard import OnNan
-from distrib.training.optimizer_step import OptimizerStepper, attach_scaler
+from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.telemetry.status_pipe import StatusPipe
 from distrib.training.training_state import TrainingState
 
@@ -133,7 +136,7 @@ class Preparer:
                 state.released_calls += stepper.calls
                 state.released_steps += stepper.taken
         for model in [thing for thing in things if isinstance(thing, nn.Module)]:
-            if any(one.trains(model.parameters()) and not one.is_retired for one in state.steppers):
+            if any(_trains(one, model) and not one.is_retired for one in state.steppers):
                 raise TrainingError(
                     f"{type(unwrap_model(model)).__name__} is to be released, and an optimizer that is prepared trains it",
                     hint="job.release(model, optimizer)",
@@ -185,15 +188,31 @@ class Preparer:
                 hint="call super().__init__(params, defaults) in it, or prepare its inner optimizer",
             )
         for stepper in state.steppers:
-            stepper.give_way(optimizer)
+            self._retire_if_shared(stepper, optimizer)
         self._strategy.prepare_optimizer(optimizer)
         stepper = OptimizerStepper(optimizer, self._strategy, state.batch, state.observers, on_nan=options.on_nan)
         state.steppers.append(stepper)
         stepper.accumulate(state.accumulate)
         return optimizer
 
+    def _retire_if_shared(self, stepper: OptimizerStepper, new: Optimizer) -> None:
+        """Retire an optimizer if a new one has the same parameters, and only one may train them."""
+        if stepper.is_retired or not (stepper.must_count or self._strategy.exclusive_parameters):
+            return
+        if {*trainable_parameters(new)}.isdisjoint(trainable_parameters(stepper.optimizer)):
+            return
+        if self._strategy.averages_gradients:
+            reason = "with accumulate a gradient must belong to one optimizer"
+        else:
+            reason = f"in mode {self._strategy.settings.mode} replicas would diverge"
+        stepper.retire(
+            f"{type(stepper.optimizer).__name__} takes a step, and {type(new).__name__}, which was prepared after it, has its "
+            f"parameters: {reason}",
+            hint="use the optimizer that was prepared last, or give each parameter to one of them",
+        )
+
     def _prepare_scaler(self, scaler: torch.amp.GradScaler, _: PrepareOptions) -> torch.amp.GradScaler:
-        attach_scaler(scaler, self._state.steppers)
+        ScalerSteps(scaler, self._state.steppers)
         return scaler
 
     def _add(self, model: nn.Module) -> None:
@@ -212,6 +231,12 @@ class Preparer:
                 "sync_batchnorm in mode async: ranks would have to wait for each other inside a step",
                 hint="leave it out, or use --mode sync",
             )
+
+
+def _trains(stepper: OptimizerStepper, model: nn.Module) -> bool:
+    own = set(map(id, optimizer_parameters(stepper.optimizer)))
+    own.update(id(parameter) for one in stepper.models for parameter in one.parameters())
+    return any(id(parameter) in own for parameter in model.parameters())
 
 
 def _keep(thing: Any, _: PrepareOptions) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -75,6 +76,21 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
         return planned_world(environ)
     _warn_of_separate_jobs(environ)
     return World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def refuse_worker_process() -> None:
+    """Refuse to join from a worker process, which imports the script again if it is spawned.
+
+    Raises:
+        TrainingError: This is a worker process of a DataLoader or of multiprocessing, and the job has several ranks.
+    """
+    several = any(os.environ.get(size, "1") != "1" for size in (WORLD_SIZE, OMPI_SIZE))
+    imports_again = getattr(multiprocessing.current_process(), "_inheriting", False)  # set by multiprocessing itself
+    if several and imports_again:
+        raise TrainingError(
+            "a worker process of a DataLoader or of multiprocessing imports this script, and would join the job a second time",
+            hint='put the script\'s work under `if __name__ == "__main__":`',
+        )
 
 
 def _warn_of_separate_jobs(environ: Mapping[str, str]) -> None:
