@@ -556,8 +556,8 @@ def test_what_fails_over_the_way_that_judges_is_an_error_whatever_the_other_does
 
 def two_nics(number, net, name="eth1"):
     """A host with a second NIC, which reports no rate."""
-    own = Interface(name="eth0", physical=True, up=True, mtu=1500, speed_bytes_per_second=125 * MB)
-    second = Interface(name=name, physical=True, up=True, kind="physical", addresses=(address(number, net),))
+    own = Interface(name="eth0", mtu=1500, speed_bytes_per_second=125 * MB)
+    second = Interface(name=name, kind="physical", addresses=(address(number, net),))
     return facts(f"n{number}", interfaces=(own, second))
 
 
@@ -700,9 +700,7 @@ def address(n, net):
 
 def test_other_networks_are_found_by_their_subnets():
     def card(name, text, **said):
-        return Interface(
-            **{"name": name, "physical": True, "up": True, "kind": "physical", "addresses": (text,), **said}
-        )
+        return Interface(**{"name": name, "up": True, "kind": "physical", "addresses": (text,), **said})
 
     hosts = [
         facts(

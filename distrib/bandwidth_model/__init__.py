@@ -1,1 +1,1 @@
-"""What the wire will allow: link curves, collective costs, the timeline of a step, scaling and advice. Never imports torch."""
+"""Bandwidth model: link curves, collective costs, step timeline, scaling and recommendations. Never imports torch."""

@@ -150,7 +150,7 @@ def find_fabric(
         if not link.measured and (gpus or link is network):
             notes += (f"{link.name} was not measured: the rate is from the catalogue; distrib-topo probe measures it",)
     shares = _shares(topology, names, each, count)
-    highest_share = max((ranks / processors for ranks, processors in shares), default=0.0)
+    highest_share = max((ranks / cpus for ranks, cpus in shares), default=0.0)
     if highest_share > 1 and not gpus:
         notes += (f"{highest_share:.2g} ranks share each CPU{_machine_of(topology, names)}: more CPUs would help",)
     known = [link.measured for link in links]
@@ -219,11 +219,11 @@ def _intra_node(
         ranks, kind = each[place % len(each)], places[host.lower()][0] if host.lower() in places else None
         if ranks > max(1, most.get(kind, (0, ""))[0]):
             most[kind] = ranks, host
-    # All of the named hosts may have one rank, and those that are like them more.
-    wires = [
+    # All named hosts may have one rank, and extrapolated ones more.
+    links = [
         slowest_inside_host(topology, host, workload, ranks) for ranks, host in most.values() or [(max(each), names[0])]
     ]
-    return min(wires, key=lambda network: network.bytes_per_second)
+    return min(links, key=lambda link: link.bytes_per_second)
 
 
 def _slowness(
@@ -267,9 +267,9 @@ def _collectives(topology: Topology | None, network: RingLink | None, gpus: bool
     direct = network.gpudirect is not False
     found = [one for one in found if one.gpudirect in (None, direct)] or found
     for wanted in (each, 1):
-        alike = [one for one in found if one.ranks == wanted * len(one.hosts)]
-        if alike:
-            found = alike
+        matching = [one for one in found if one.ranks == wanted * len(one.hosts)]
+        if matching:
+            found = matching
             break
     over = [_over(topology, one, network) for one in sorted(found, key=lambda one: one.ranks)]
     return tuple(one for one in over if one)

@@ -18,7 +18,7 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 4 << 20
 """Limits of a chunk. A smaller one costs more in headers, system calls and optimizer steps than its time at 1 Gb/s."""
 
 TARGET_CHUNKS = 32
-"""Chunks of a large model: while one returns, others are under way."""
+"""Chunks of a large model: while one returns, others are in flight."""
 
 MIN_CHUNKS_PER_SERVER, MAX_CHUNKS_PER_SERVER = 4, 16
 
@@ -39,7 +39,7 @@ class ServerModelSettings:
     turnaround_seconds: float = 10e-3
     """From the last gradient to the updated parameters, without the network."""
     server_bytes_per_second: float = 3.4e9
-    """The most that a server receives, adds and returns, each way: 6.8 GB/s for both (docs/benchmarks/parameter-server.md)."""
+    """The most that a server receives, adds and returns in either direction: 6.8 GB/s for both (docs/benchmarks/parameter-server.md)."""
 
 
 SETTINGS = ServerModelSettings()

@@ -279,27 +279,27 @@ def gpu_scaling_error() -> float:
     return _file().errors.scaled
 
 
-def on_cpus(workload: Workload, processors: int) -> Workload:
+def on_cpus(workload: Workload, cpus: int) -> Workload:
     """Scale a workload to fewer CPUs per rank, by Amdahl's law; the parallel part follows from their utilization.
 
     Args:
         workload: The workload.
-        processors: CPUs of the rank.
+        cpus: CPUs of the rank.
 
     Returns:
         The scaled workload; itself with as many CPUs or more, and on GPUs.
     """
     before = workload.processors
-    if workload.device != "cpu" or processors >= before:
+    if workload.device != "cpu" or cpus >= before:
         return workload
     busy = workload.processor_share * before
     parallel = max(0.0, busy - 1) / (before - 1)
-    factor = 1 + parallel * (before / processors - 1)
+    factor = 1 + parallel * (before / cpus - 1)
     return msgspec.structs.replace(
         _slower(workload, factor),
         optimizer_seconds=workload.optimizer_seconds * factor,
-        processor_share=min(1.0, busy / factor / processors),
-        processors=processors,
+        processor_share=min(1.0, busy / factor / cpus),
+        processors=cpus,
     )
 
 

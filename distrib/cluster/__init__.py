@@ -1,1 +1,1 @@
-"""What the cluster is: its hosts, its topology, what one host holds."""
+"""Cluster description: hosts, topology, links and the inventory of a host."""

@@ -150,7 +150,7 @@ def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> t
                 found.setdefault(port.device, ("InfiniBand", port, port.rate_bytes_per_second))
             elif card is None:
                 found.setdefault(port.device, ("RoCE", port, port.rate_bytes_per_second))
-            elif any({card.name, *port.netdevs} & {way.name, *way.cards} for way in addressed):
+            elif any({card.name, *port.netdevs} & {other.name, *other.cards} for other in addressed):
                 taken |= {card.name, *port.netdevs}
                 # a port of a bond may report only its own rate
                 bond = (card.speed_bytes_per_second or 0.0) if card.kind == "bond" else 0.0

@@ -42,7 +42,7 @@ def read_text(path: str | os.PathLike[str], kind: str, hint: str, max_bytes: int
     try:
         status = Path(path).stat()
         inode = status.st_dev, status.st_ino
-        if inode in _PIPE_CONTENTS:  # opening a pipe would block until somebody writes
+        if inode in _PIPE_CONTENTS:  # opening a pipe would block until a process writes
             data = _PIPE_CONTENTS[inode]
         else:
             with Path(path).open("rb") as file:

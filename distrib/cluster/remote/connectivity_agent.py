@@ -239,8 +239,8 @@ def unacknowledged_bytes(connection: socket.socket) -> int:
     Returns:
         Bytes.
     """
-    told: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
-    return told
+    count: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+    return count
 
 
 def path_mtu(connection: socket.socket) -> int:
