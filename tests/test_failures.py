@@ -210,8 +210,8 @@ def raised(headline: str, *frames: str) -> ErrorRecord:
 
 def test_ranks_that_were_stopped_and_ended_well_have_not_finished(tmp_path):
     server = ending(2, exit_code=0, stopped_by="launcher")
-    failure = root_cause.describe(ending(1), [ending(1)], tmp_path / "1.err", "/py")
-    report = root_cause.report(failure, [ending(0, exit_code=0), ending(1), server], started=0.0)
+    failure = root_cause.describe_failure(ending(1), [ending(1)], tmp_path / "1.err", "/py")
+    report = root_cause.failure_report(failure, [ending(0, exit_code=0), ending(1), server], started=0.0)
     assert "rank 0: had finished" in report and "rank 2: was stopped" in report
 
 
@@ -254,10 +254,10 @@ def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(text):
 )
 def test_well_known_ends_are_explained(tmp_path, words, meaning):
     log, first = tmp_path / "1.err", ending(1, error=raised(words))
-    failure = root_cause.describe(first, [first], log, "/py")
+    failure = root_cause.describe_failure(first, [first], log, "/py")
     assert words in failure.message and meaning in failure.message
     assert failure.traceback == raised(words).traceback
-    apart = root_cause.describe(first, [first], log, "/py", lacks_pythonpath=True).message
+    apart = root_cause.describe_failure(first, [first], log, "/py", lacks_pythonpath=True).message
     assert ("for /py on n1, or hand on what is set here: -x PYTHONPATH)" in apart) == ("ModuleNotFound" in words)
 
 
@@ -272,7 +272,7 @@ def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
     frame = '  File "/usr/lib/python3.14/multiprocessing/connection.py", line 416, in _recv'
     error = raised("ConnectionResetError: [Errno 104] Connection reset by peer", frame)
     assert not root_cause.is_consequence(error, log.read_text())
-    assert root_cause.describe(ending(0, error=error), [], log, "/py").message == (
+    assert root_cause.describe_failure(ending(0, error=error), [], log, "/py").message == (
         "ConnectionResetError: [Errno 104] Connection reset by peer "
         "(a process that it had started ended before: TrainingError: it would begin again)"
     )
@@ -288,7 +288,7 @@ def test_what_a_process_of_a_rank_says_after_it_is_not_what_it_lost(tmp_path):
     )
     error = raised("RuntimeError: Connection closed by peer [198.18.0.1]:5")
     assert root_cause.is_consequence(error, log.read_text())
-    assert "had started" not in root_cause.describe(ending(0, error=error), [], log, "/py").message
+    assert "had started" not in root_cause.describe_failure(ending(0, error=error), [], log, "/py").message
 
 
 def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
@@ -300,11 +300,11 @@ def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
         ending(3, stopped_by="launcher", exit_code=0, time=2.0),
     ]
     assert root_cause.first_failure([first, *stopped]) is first
-    told = root_cause.describe(first, [first, *stopped], log, "/py")
+    told = root_cause.describe_failure(first, [first, *stopped], log, "/py")
     assert told.message.startswith("KeyError: 1") and told.message.endswith(
         "known to have failed before: the network?)"
     )
-    said = root_cause.report(told, [first, *stopped], started=0.0)
+    said = root_cause.failure_report(told, [first, *stopped], started=0.0)
     assert "rank 1: failed too" in said and "ranks 2-3: were stopped" in said
 
 
@@ -330,7 +330,9 @@ def test_a_rank_at_its_end_is_told_of_where_collectives_differ(tmp_path):
     log = tmp_path / "1.err"
     log.write_text("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n")
     first = ending(1, exit_code=None, signal=6)
-    told = root_cause.describe(first, [ending(0, stopped_by="launcher", closing=True), first], log, "/py").message
+    told = root_cause.describe_failure(
+        first, [ending(0, stopped_by="launcher", closing=True), first], log, "/py"
+    ).message
     assert told.startswith("killed by SIGABRT (the ranks called different collectives: ")
     assert told.endswith("; rank 0 had come to the end of its script)")
 
@@ -338,7 +340,7 @@ def test_a_rank_at_its_end_is_told_of_where_collectives_differ(tmp_path):
 def test_the_last_words_of_one_that_aborts_are_told(tmp_path):
     log = tmp_path / "1.err"
     log.write_text("terminate called without an active exception\nframe #0: abort\n\n")
-    told = root_cause.describe(ending(1, exit_code=None, signal=6), [], log, "/py").message
+    told = root_cause.describe_failure(ending(1, exit_code=None, signal=6), [], log, "/py").message
     assert told == "killed by SIGABRT; last words: terminate called without an active exception"
 
 
@@ -363,7 +365,7 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
         ])
     )  # fmt: skip
     assert root_cause.is_consequence(None, log.read_text(), 6)
-    told = root_cause.describe(ending(0, exit_code=None, signal=6), [], log, "/py").message
+    told = root_cause.describe_failure(ending(0, exit_code=None, signal=6), [], log, "/py").message
     assert told.startswith(f"killed by SIGABRT; last words: what():  {ended} (not all ranks came to this collective")
 
 
@@ -375,11 +377,11 @@ def test_of_a_time_out_those_are_told_who_were_not_there(tmp_path):
     log.write_text(f"  what():  {caught}\n")
     first, other = (ending(rank, exit_code=None, signal=6, consequence=True) for rank in (0, 1))
     endings = [first, other, ending(2, exit_code=None, signal=15, stopped_by="launcher")]
-    failure = root_cause.describe(first, endings, log, "/py")
+    failure = root_cause.describe_failure(first, endings, log, "/py")
     assert failure.message.endswith(
         "or the network stood still) (still there, and perhaps what they waited for: rank 2)"
     )
-    assert "rank 1: timed out, too" in root_cause.report(failure, endings, started=0)
+    assert "rank 1: timed out, too" in root_cause.failure_report(failure, endings, started=0)
 
 
 def test_what_ends_a_gpu_is_told_and_not_what_torch_advises_after_it(tmp_path):
@@ -390,7 +392,7 @@ def test_what_ends_a_gpu_is_told_and_not_what_torch_advises_after_it(tmp_path):
         "CUDA kernel errors might be asynchronously reported at some other API call.\n"
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\nframe #0: c10::Error\n"
     )
-    told = root_cause.describe(ending(3, exit_code=None, signal=6), [], log, "/py").message
+    told = root_cause.describe_failure(ending(3, exit_code=None, signal=6), [], log, "/py").message
     assert "terminated with exception: CUDA error: uncorrectable ECC error encountered (a GPU that fails" in told, told
 
 
@@ -398,7 +400,7 @@ def test_what_nccl_says_of_an_error_is_explained(tmp_path):
     error = raised(
         "torch.distributed.DistBackendError: NCCL error: Error while creating /dev/shm/nccl-x: No space left on device"
     )
-    failure = root_cause.describe(ending(3, error=error), [], tmp_path / "3.err", "/py")
+    failure = root_cause.describe_failure(ending(3, error=error), [], tmp_path / "3.err", "/py")
     assert failure.message == f"{error.message} (a disk or /dev/shm of the host is full)"
 
 
@@ -434,10 +436,10 @@ def test_an_exception_that_a_decorated_function_recorded_is_told(launch, tmp_pat
 def test_the_traceback_of_a_process_without_a_record_is_told(tmp_path):
     log = tmp_path / "3.err"
     log.write_text(f"before\n{raised('KeyError: 1').traceback}\n")
-    failure = root_cause.describe(ending(3), [], log, "/py")
+    failure = root_cause.describe_failure(ending(3), [], log, "/py")
     assert (failure.message, failure.traceback) == ("KeyError: 1", raised("KeyError: 1").traceback)
     log.write_text(f"Exception in thread Thread-3 (_pin_memory_loop):\n{raised('KeyError: 1').traceback}\n")
-    assert root_cause.describe(ending(3), [], log, "/py").message == "exit code 1; last words: KeyError: 1"
+    assert root_cause.describe_failure(ending(3), [], log, "/py").message == "exit code 1; last words: KeyError: 1"
 
 
 @pytest.mark.parametrize("day", ["W1122", "W122"])
@@ -446,11 +448,14 @@ def test_what_torch_logs_by_itself_is_no_last_word(tmp_path, day):
     log.write_text(
         f"[{day} 07:38:15.6 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
     )
-    assert root_cause.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9"
+    assert root_cause.describe_failure(ending(1, exit_code=9), [], log, "/py").message == "exit code 9"
     log.write_text(
         f"no licence\n[rank1]:[{day} 07:38:15.6 ProcessGroup.cpp:1] destroy_process_group() was not called\n"
     )
-    assert root_cause.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9; last words: no licence"
+    assert (
+        root_cause.describe_failure(ending(1, exit_code=9), [], log, "/py").message
+        == "exit code 9; last words: no licence"
+    )
 
 
 def test_a_script_that_python_cannot_read_is_told_with_its_line(launch, tmp_path):
@@ -478,10 +483,10 @@ def test_ranks_that_call_different_collectives_are_told_so(launch, tmp_path):
 
 def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
     vanished = [ending(rank, host=f"n{rank}", lost="silence", exit_code=None) for rank in (2, 3)]
-    told = root_cause.describe(vanished[0], [ending(1, host="n1"), *vanished], tmp_path / "2.err", "/py")
+    told = root_cause.describe_failure(vanished[0], [ending(1, host="n1"), *vanished], tmp_path / "2.err", "/py")
     assert told.message.startswith("2 of 3 hosts vanished at once (n2, n3): look at the network of this machine first")
     others = [ending(1, host="n1"), ending(4, host="n4")]
-    told = root_cause.describe(vanished[0], [*others, vanished[0]], tmp_path / "2.err", "/py")
+    told = root_cause.describe_failure(vanished[0], [*others, vanished[0]], tmp_path / "2.err", "/py")
     assert told.message.startswith("host n2 vanished")
 
 
@@ -506,17 +511,17 @@ def test_a_fault_is_told_by_the_last_words(words, number):
 def test_of_ranks_that_were_lost_at_once_the_one_that_made_a_fault_is_first(tmp_path):
     lost = [ending(rank, host=f"n{rank // 2}", lost="closed", exit_code=None) for rank in range(4)]
     assert root_cause.first_failure(lost) is lost[0]
-    told = root_cause.describe(lost[0], lost, tmp_path / "0.err", "/py").message
+    told = root_cause.describe_failure(lost[0], lost, tmp_path / "0.err", "/py").message
     assert told.startswith("all ranks were lost at once, without an exit record")
-    told = root_cause.describe(lost[0], [*lost[:2], ending(2, host="n1")], tmp_path / "0.err", "/py").message
+    told = root_cause.describe_failure(lost[0], [*lost[:2], ending(2, host="n1")], tmp_path / "0.err", "/py").message
     assert told.startswith("every rank of n0 was lost at once")
     faulty = [*lost[:3], ending(3, host="n1", lost="closed", exit_code=None, signal=11)]
     first = root_cause.first_failure(faulty)
     assert first is faulty[3] and first.code == 139
-    assert root_cause.describe(first, faulty, tmp_path / "3.err", "/py").message.startswith("killed by SIGSEGV")
+    assert root_cause.describe_failure(first, faulty, tmp_path / "3.err", "/py").message.startswith("killed by SIGSEGV")
     stack = ("libmpi.so.40(mca_pml_ob1_recv_frag_callback_match+0x95)", "libmpi.so.40(ompi_mpi_init+0x425)")
     (tmp_path / "3.err").write_text("".join(f"[n1:80] [ {place}] /lib/{at}[0x7f]\n" for place, at in enumerate(stack)))
-    assert "in MPI_Init" in root_cause.describe(first, faulty, tmp_path / "3.err", "/py").message
+    assert "in MPI_Init" in root_cause.describe_failure(first, faulty, tmp_path / "3.err", "/py").message
 
 
 @given(st.text())

@@ -36,8 +36,8 @@ for step in range(20):
 """
 
 
-def frames(*calls: tuple[str, str, int]) -> tuple[hang_report.Frame, ...]:
-    return tuple(hang_report.Frame(name=name, filename=filename, line=line) for name, filename, line in calls)
+def frames(*calls: tuple[str, str, int]) -> tuple[hang_report.StackFrame, ...]:
+    return tuple(hang_report.StackFrame(name=name, filename=filename, line=line) for name, filename, line in calls)
 
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
@@ -68,16 +68,16 @@ IN_AVERAGE = frames(
 
 
 CLOSING = frames(
-    ("meet_at_end", "/home/me/distrib/distrib/training/rendezvous.py", 65),
-    ("Job.close", "/home/me/distrib/distrib/training/job.py", 516),
-    ("_at_exit", "/home/me/distrib/distrib/training/job.py", 577),
+    ("wait_for_all_ranks", "/home/me/distrib/distrib/training/rendezvous.py", 117),
+    ("JobShutdown.close", "/home/me/distrib/distrib/training/shutdown.py", 73),
+    ("ExitWatch._at_exit", "/home/me/distrib/distrib/training/shutdown.py", 234),
 )
 
 
 IN_LOADER = frames(("__next__", f"{TORCH}/utils/data/dataloader.py", 9), ("train", "/home/me/train.py", 41))
 
 
-def stack(rank: int, calls: tuple[hang_report.Frame, ...], **changes: object) -> hang_report.Stack:
+def stack(rank: int, calls: tuple[hang_report.StackFrame, ...], **changes: object) -> hang_report.Stack:
     values = {"rank": rank, "host": f"n{rank // 2}", "step": 7, "frames": calls}
     return hang_report.Stack(**{**values, **changes})
 
@@ -360,6 +360,7 @@ def test_where_no_stack_can_be_read_nobody_is_blamed():
 
 def test_files_and_functions_of_distrib_that_the_report_names_exist():
     for file in (
+        hang_report.JOB_FILE,
         *hang_report.NAMED_FUNCTIONS,
         hang_report.LOCAL_SGD_FILE,
         *hang_report.SERVER_FILES,

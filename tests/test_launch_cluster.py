@@ -230,7 +230,10 @@ def test_a_daemon_of_the_engine_that_fails_without_a_word_is_started_once_more(m
     ), run
     assert run.code == (0 if times == 1 else 1), run
     if times == 2:
-        assert "the job did not start: ended before every rank had connected (2 of 2 missing, on n1, n2)" in run.err
+        assert (
+            "the job did not start: the engine ended before every rank had connected (2 of 2 missing, on n1, n2)"
+            in run.err
+        )
     assert cluster.left_over(within_seconds=10) == {}
 
 

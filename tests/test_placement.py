@@ -14,20 +14,22 @@ from hypothesis import strategies as st
 
 from distrib.utils.ranges import ranges
 from distrib_launch.rank_agent import affinity
-from distrib_launch.rank_agent.affinity import Gpu, Machine, Share, read_machine, share_of, shares, take_gpus
+from distrib_launch.rank_agent.affinity import HostResources, LocalGpu, Share, read_machine, share_of, shares, take_gpus
 from tests.conftest import LAUNCH, SCRIPTS
 
 JOB = SCRIPTS / "job.py"
 
 
-def machine(*nodes: int, threads: int = 1, gpus: Sequence[int | None] = (), quota: float | None = None) -> Machine:
+def machine(
+    *nodes: int, threads: int = 1, gpus: Sequence[int | None] = (), quota: float | None = None
+) -> HostResources:
     """A machine whose NUMA nodes have so many cores, numbered as Linux does: second hyperthreads after all first ones."""
     total = sum(nodes)
     made, first = {}, 0
     for number, cores in enumerate(nodes):
         made[number] = tuple(tuple(c + total * t for t in range(threads)) for c in range(first, first + cores))
         first += cores
-    return Machine(made, tuple(Gpu(f"GPU-{n}", node) for n, node in enumerate(gpus)), quota)
+    return HostResources(made, tuple(LocalGpu(f"GPU-{n}", node) for n, node in enumerate(gpus)), quota)
 
 
 def shown(found: list[Share]) -> list[tuple[str, int]]:
@@ -84,7 +86,7 @@ def test_a_container_with_a_part_of_the_machines_time_is_not_bound_but_has_its_t
 nodes_of = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@given(nodes_of, st.integers(1, 2), st.integers(1, 40), st.sampled_from(affinity.HOW))
+@given(nodes_of, st.integers(1, 2), st.integers(1, 40), st.sampled_from(affinity.BINDINGS))
 def test_shares_of_cpu_hosts_are_fair(nodes, threads, ranks, how):
     host = machine(*nodes, threads=threads)
     found = shares(host, [None] * ranks, how)
@@ -160,7 +162,7 @@ def test_a_machine_is_read_from_sys_and_proc(tmp_path):
     write(tmp_path, files)
     found = read_machine(tmp_path, {0, 1, 2, 4, 5})
     assert found.nodes == {0: ((0, 4), (1, 5)), 1: ((2,),)}
-    assert found.gpus == (Gpu("GPU-17", 0), Gpu("GPU-65", 1), Gpu("GPU-CA", None))
+    assert found.gpus == (LocalGpu("GPU-17", 0), LocalGpu("GPU-65", 1), LocalGpu("GPU-CA", None))
     assert found.quota == 3.5
 
 
@@ -174,8 +176,8 @@ def test_gpus_of_other_jobs_are_left_out(tmp_path, monkeypatch):
     assert len(read_machine(tmp_path, {0}).gpus) == 3
     monkeypatch.setattr(os, "access", lambda path, _: path.name != "nvidia2")
     found = read_machine(tmp_path, {0}).gpus
-    assert found == (Gpu("GPU-1", 1), Gpu("GPU-2", 2))
-    assert affinity.visible_gpus(found, {"CUDA_VISIBLE_DEVICES": "1"}) == [Gpu("GPU-2", 2)]
+    assert found == (LocalGpu("GPU-1", 1), LocalGpu("GPU-2", 2))
+    assert affinity.visible_gpus(found, {"CUDA_VISIBLE_DEVICES": "1"}) == [LocalGpu("GPU-2", 2)]
 
 
 def test_gpus_without_a_file_in_the_container_are_left_out(tmp_path):
@@ -186,11 +188,11 @@ def test_gpus_without_a_file_in_the_container_are_left_out(tmp_path):
         write(tmp_path, {f"proc/driver/nvidia/gpus/{address}/information": words})
     assert len(read_machine(tmp_path, {0}).gpus) == 3  # under WSL there are no such files
     write(tmp_path, {"dev/nvidia1": "", "dev/nvidiactl": ""})
-    assert read_machine(tmp_path, {0}).gpus == (Gpu("GPU-1", None),)
+    assert read_machine(tmp_path, {0}).gpus == (LocalGpu("GPU-1", None),)
 
 
 def test_a_machine_that_tells_nothing_is_one_node(tmp_path):
-    assert read_machine(tmp_path, {0, 3}) == Machine({0: ((0,), (3,))}, (), None)
+    assert read_machine(tmp_path, {0, 3}) == HostResources({0: ((0,), (3,))}, (), None)
     write(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"})
     assert read_machine(tmp_path, {0}).quota == 2.0
 
@@ -202,7 +204,7 @@ def test_binding_that_fails_says_so_and_starts_the_script_all_the_same(monkeypat
     monkeypatch.setattr(os, "sched_setaffinity", deny)
     with affinity.bound([0, 1, 2]) as problem:
         pass
-    assert problem == "cannot bind to processors 0-2: Operation not permitted"
+    assert problem == "cannot bind to CPUs 0-2: Operation not permitted"
 
 
 # -- through the command ----------------------------------------------------------------------------------------------
@@ -262,10 +264,7 @@ def test_a_host_that_forbids_binding_runs_the_job_unbound_and_says_so(tmp_path, 
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert [(rank["cpus"], rank["threads"]) for rank in result["ranks"]] == [("", read_machine().cores)]
     (warning,) = result["warnings"]
-    assert (
-        f"rank 0 on localhost ran unbound: cannot bind to processors {ranges(every)}: Operation not permitted"
-        in warning
-    )
+    assert f"rank 0 on localhost ran unbound: cannot bind to CPUs {ranges(every)}: Operation not permitted" in warning
 
 
 @pytest.mark.cluster

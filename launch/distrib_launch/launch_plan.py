@@ -30,7 +30,7 @@ class LocalMachine(msgspec.Struct, frozen=True, kw_only=True):
 
     names: frozenset[str] = frozenset({"localhost"})
     gpus: int = 0
-    machine: affinity.Machine | None = None
+    machine: affinity.HostResources | None = None
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):

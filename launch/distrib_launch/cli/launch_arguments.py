@@ -24,7 +24,7 @@ from distrib_launch.cli.options import (
     integer,
 )
 from distrib_launch.launch_options import GRACE_SECONDS, LaunchOptions, PodOptions
-from distrib_launch.rank_agent.affinity import HOW
+from distrib_launch.rank_agent.affinity import BINDINGS
 
 EPILOG = """\
 examples:
@@ -76,7 +76,7 @@ def _add_host_options(group: argparse._ArgumentGroup) -> None:
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--engine", choices=engines.NAMES, help="start ranks with Open MPI's mpirun over ssh, with Slurm's srun, "
                        "or write an MPIJob for Kubernetes (default: mpirun; srun inside a Slurm job whose hosts are used)")  # fmt: skip
-    group.add_argument("--bind", choices=HOW, default="auto", help="bind ranks to cores near their GPU or to their share of the "
+    group.add_argument("--bind", choices=BINDINGS, default="auto", help="bind ranks to cores near their GPU or to their share of the "
                        "host's (auto, core), to whole NUMA nodes (numa), or not (default: auto)")  # fmt: skip
     group.add_argument("-m", "--module", action="store_true", help="run SCRIPT as a module, as python -m does")
     group.add_argument(

@@ -1,8 +1,7 @@
-"""On which processors and GPUs of its host a rank runs, and with how many threads.
+"""CPUs, GPUs and threads of each rank of a host.
 
-Every rank of a host decides for all of them and takes its own share, from the same facts and without talking: so the
-engine must not have bound them before. Standard library only, since each rank decides on its host; `--dry-run` shows
-what it would decide where the host is this machine.
+Every rank computes the shares of all ranks of its host from the same facts and takes its own, so the engine must not have bound them
+before. `--dry-run` shows the shares on this machine. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,40 +17,41 @@ from typing import NamedTuple
 from distrib.utils.cpus import Core, cpu_quota, physical_cores, read_cpu_list
 from distrib.utils.ranges import ranges
 
-HOW = ("auto", "none", "core", "numa")
-"""`--bind`: cores where that is sure to help, not at all, cores always, or whole NUMA nodes."""
+BINDINGS = ("auto", "none", "core", "numa")
+"""Values of `--bind`: to cores if that certainly helps, not at all, always to cores, or to NUMA nodes."""
 
 
 WSL_DRIVER = "/usr/lib/wsl/lib/libcuda.so.1"
 
 
-class Gpu(NamedTuple):
-    """One GPU of the host, in the order of PCI addresses, which is nvidia-smi's; `node` None: nobody knows."""
+class LocalGpu(NamedTuple):
+    """GPU of this host; GPUs are in the order of PCI addresses, as in nvidia-smi. `node` is its NUMA node, None if unknown."""
 
     uuid: str
     node: int | None
 
 
-class Machine(NamedTuple):
-    """What counts of a host. `nodes` are the cores this process may use, by NUMA node, nodes without any left out."""
+class HostResources(NamedTuple):
+    """Cores that this process may use, by NUMA node (nodes without any left out), and GPUs of the host."""
 
     nodes: dict[int, tuple[Core, ...]]
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[LocalGpu, ...] = ()
     quota: float | None = None
-    """How many processors' time the container may use, where it is limited."""
+    """CPU limit of the container in CPUs, None for none."""
 
     @property
     def cores(self) -> int:
+        """Number of cores."""
         return sum(map(len, self.nodes.values()))
 
     @property
     def is_shared(self) -> bool:
-        """Whether a limit shows that others have a part of its processors' time."""
+        """Whether a CPU limit shows that other containers use its cores, too."""
         return self.quota is not None and self.quota < sum(len(core) for cores in self.nodes.values() for core in cores)
 
 
 class Share(NamedTuple):
-    """One rank's part. `cpus` empty: not bound."""
+    """CPUs and threads of one rank; `cpus` empty: not bound."""
 
     cpus: tuple[int, ...]
     threads: int
@@ -60,13 +60,18 @@ class Share(NamedTuple):
 # -- deciding ---------------------------------------------------------------------------------------------------------
 
 
-def shares(machine: Machine, gpu_nodes: Sequence[int | None], how: str) -> list[Share]:
-    """Each local rank's share of the machine; `gpu_nodes` has the NUMA node of each rank's GPU, None for no GPU."""
+def shares(machine: HostResources, gpu_nodes: Sequence[int | None], how: str) -> list[Share]:
+    """Return each local rank's share.
+
+    Args:
+        machine: Resources of the host.
+        gpu_nodes: NUMA node of each rank's GPU, None for no GPU or an unknown node.
+        how: One of `BINDINGS`.
+    """
     ranks = len(gpu_nodes)
     usable = min(machine.cores, int(machine.quota or machine.cores) or 1)
     unbound = [Share((), max(1, usable // ranks))] * ranks
-    # Ranks that are bound to one core each cannot make room for one another; and whoever gets a part of a machine's
-    # time is not alone on it: its neighbours would choose the same cores.
+    # Ranks bound to the same core cannot move apart, and containers that share a host would choose the same cores.
     if how == "none" or machine.cores < ranks or (how == "auto" and machine.is_shared):
         return unbound
     near = all(node in machine.nodes for node in gpu_nodes)
@@ -82,7 +87,7 @@ Block = tuple[Sequence[Core], int]
 """Cores, and how many ranks share them."""
 
 
-def _near_gpus(machine: Machine, members: Mapping[int, Sequence[int]], how: str) -> dict[int, Block]:
+def _near_gpus(machine: HostResources, members: Mapping[int, Sequence[int]], how: str) -> dict[int, Block]:
     found: dict[int, Block] = {}
     for node, ranks in members.items():
         if ranks:
@@ -90,12 +95,12 @@ def _near_gpus(machine: Machine, members: Mapping[int, Sequence[int]], how: str)
     return found
 
 
-def _without_gpus(machine: Machine, ranks: int, how: str) -> Iterator[Block]:
+def _without_gpus(machine: HostResources, ranks: int, how: str) -> Iterator[Block]:
     nodes = list(machine.nodes.values())
     if ranks < len(nodes):  # whole nodes for each
         for rank in range(ranks):
-            part = nodes[rank * len(nodes) // ranks : (rank + 1) * len(nodes) // ranks]
-            yield [core for cores in part for core in cores], 1
+            own = nodes[rank * len(nodes) // ranks : (rank + 1) * len(nodes) // ranks]
+            yield [core for cores in own for core in cores], 1
         return
     # Each further rank goes where a rank has the most cores, so that the smallest share, which the others wait for, is
     # as large as can be without crossing from node to node.
@@ -120,9 +125,24 @@ def _cpus(cores: Sequence[Core]) -> tuple[int, ...]:
 
 
 def share_of(
-    machine: Machine, local_rank: int, local_world_size: int, environ: Mapping[str, str], how: str, *, on_gpus: bool
+    machine: HostResources,
+    local_rank: int,
+    local_world_size: int,
+    environ: Mapping[str, str],
+    how: str,
+    *,
+    on_gpus: bool,
 ) -> Share:
-    """The share of one rank that is started with `environ`; rank N of the host runs on its Nth visible GPU, if any."""
+    """Return the share of one rank; local rank N uses the Nth visible GPU, if any.
+
+    Args:
+        machine: Resources of the host.
+        local_rank: Local rank.
+        local_world_size: Number of ranks that share the host.
+        environ: Environment of the script.
+        how: One of `BINDINGS`.
+        on_gpus: Whether the ranks use GPUs.
+    """
     nodes: list[int | None] = [None] * local_world_size
     if on_gpus:
         visible = visible_gpus(machine.gpus, environ)
@@ -134,9 +154,12 @@ def share_of(
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """How many NVIDIA GPUs a process started with `environ` would see; device files tell, no driver call is made.
+    """Return the number of NVIDIA GPUs that a process would see, by device files and without the driver.
 
-    In a job of Slurm's without GPUs the files are there, but its cgroup forbids them, which access(2) heeds.
+    In a Slurm job without GPUs the files exist, but its cgroup forbids them, which access(2) shows.
+
+    Args:
+        environ: Environment of the process.
     """
     if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = listed_gpus(chosen)
@@ -146,34 +169,48 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         files = [f"/dev/{name}" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
         if files:
             return sum(os.access(file, os.R_OK | os.W_OK) for file in files)
-    return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always that is one GPU
+    return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always for one GPU
 
 
 def listed_gpus(visible: str) -> list[str]:
-    """The names in `CUDA_VISIBLE_DEVICES`, up to the first that is no GPU's, where CUDA stops, too."""
+    """Return the names in `CUDA_VISIBLE_DEVICES`, up to the first that CUDA does not accept.
+
+    Args:
+        visible: Value of the variable.
+    """
     names = map(str.strip, visible.split(","))
     return list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
 
 
-def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs that a process started with `environ` sees, in its own order."""
+def visible_gpus(gpus: Sequence[LocalGpu], environ: Mapping[str, str]) -> list[LocalGpu]:
+    """Return the GPUs that a process sees, in its own order.
+
+    Args:
+        gpus: GPUs of the host.
+        environ: Environment of the process.
+    """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return list(gpus)
     found = []
     for name in listed_gpus(listed):
         if name.isascii() and name.isdigit():
-            found.append(gpus[int(name)] if int(name) < len(gpus) else Gpu("", None))
+            found.append(gpus[int(name)] if int(name) < len(gpus) else LocalGpu("", None))
         else:
-            found.append(next((gpu for gpu in gpus if gpu.uuid.startswith(name)), Gpu("", None)))
+            found.append(next((gpu for gpu in gpus if gpu.uuid.startswith(name)), LocalGpu("", None)))
     return found
 
 
 def take_gpus(environ: Mapping[str, str], indices: Sequence[int], visible: int) -> str:
-    """`CUDA_VISIBLE_DEVICES` that leaves those of the `visible` GPUs which `indices` name.
+    """Return the value of `CUDA_VISIBLE_DEVICES` for some of the visible GPUs.
 
-    They count within the variable where the host has it set already. Raises IndexError naming the first that is not
-    there.
+    Args:
+        environ: Environment of the process; indices count within the variable if it is set.
+        indices: Indices of the GPUs.
+        visible: Number of visible GPUs.
+
+    Raises:
+        IndexError: Names the first missing index.
     """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     names = [part.strip() for part in listed.split(",")] if listed is not None else [str(n) for n in range(visible)]
@@ -187,9 +224,10 @@ def take_gpus(environ: Mapping[str, str], indices: Sequence[int], visible: int) 
 
 @contextlib.contextmanager
 def bound(cpus: Sequence[int]) -> Iterator[str]:
-    """What is started inside runs on these processors; gives why that cannot be, or nothing.
+    """Bind this thread, and so the processes started in the block, to CPUs. Yield why that failed, or an empty string.
 
-    This thread itself is bound for the while: a child takes that over from its first instruction on.
+    Args:
+        cpus: CPU numbers; none for no binding.
     """
     if not cpus:
         yield ""
@@ -199,7 +237,7 @@ def bound(cpus: Sequence[int]) -> Iterator[str]:
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
-        problem = f"cannot bind to processors {ranges(cpus)}: {error.strerror}"
+        problem = f"cannot bind to CPUs {ranges(cpus)}: {error.strerror}"
     try:
         yield problem
     finally:
@@ -210,8 +248,13 @@ def bound(cpus: Sequence[int]) -> Iterator[str]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> Machine:
-    """This machine as /sys and /proc tell it; what they do not tell is taken as one node of single-threaded cores."""
+def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> HostResources:
+    """Return the resources of this host from /sys and /proc; without them, one node of single-threaded cores.
+
+    Args:
+        root: Root of the file system.
+        cpus: CPUs that may be used, None for those of this process.
+    """
     allowed = os.sched_getaffinity(0) if cpus is None else cpus
     nodes: dict[int, tuple[Core, ...]] = {}
     left = set(allowed)
@@ -222,24 +265,24 @@ def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> Machin
             nodes[int(folder.name[4:])] = physical_cores(root, here)
     if left:
         nodes[max(nodes, default=-1) + 1] = physical_cores(root, left)
-    return Machine(nodes, _read_gpus(root), cpu_quota(root))
+    return HostResources(nodes, _read_gpus(root), cpu_quota(root))
 
 
-def _read_gpus(root: Path) -> tuple[Gpu, ...]:
-    """The GPUs that this process may use: CUDA counts no others, and /proc has all, also where a job's cgroup forbids some."""
+def _read_gpus(root: Path) -> tuple[LocalGpu, ...]:
+    """Return the GPUs that this process may use; /proc lists all, even those that the job's cgroup forbids."""
     gpus = []
     files = any(root.glob("dev/nvidia[0-9]*"))
     for folder in sorted(root.glob("proc/driver/nvidia/gpus/*")):
-        uuid, node, words = "", None, ""
+        uuid, node, text = "", None, ""
         with contextlib.suppress(OSError):
-            words = (folder / "information").read_text()
-        if told := re.search(r"GPU UUID:\s*(\S+)", words):
-            uuid = told[1]
-        if told := re.search(r"Device Minor:\s*(\d+)", words):
-            file = root / f"dev/nvidia{told[1]}"
+            text = (folder / "information").read_text()
+        if found := re.search(r"GPU UUID:\s*(\S+)", text):
+            uuid = found[1]
+        if found := re.search(r"Device Minor:\s*(\d+)", text):
+            file = root / f"dev/nvidia{found[1]}"
             if files and not os.access(file, os.R_OK | os.W_OK):  # a container may have files of some
                 continue
         with contextlib.suppress(OSError, ValueError):
             node = int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text())
-        gpus.append(Gpu(uuid, node if node is not None and node >= 0 else None))
+        gpus.append(LocalGpu(uuid, node if node is not None and node >= 0 else None))
     return tuple(gpus)

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
@@ -133,7 +132,7 @@ class RankAgent:
         if self._script:
             self._script.close()
         if self._stopped_by == "lost" and not self._may_return:
-            self._end_daemon()
+            daemonize.end_engine_daemon(self._environ)
         return 0
 
     def _hello(self) -> dict[str, Any]:
@@ -239,23 +238,6 @@ class RankAgent:
         self._channel = Channel(sock, self._token, listener=False)
         self._silence = SilenceMonitor(sock, LAUNCHER_SILENCE_SECONDS)
         self._selector.register(sock, selectors.EVENT_READ, self._on_messages)
-
-    def _end_daemon(self) -> None:
-        """End the engine's daemon on a host that was cut off: it would not notice for minutes.
-
-        A job that continues needs it: if the host came back, the engine would end all ranks for the daemon's loss.
-        """
-        with contextlib.suppress(OSError):
-            parent = os.getppid()
-            if daemonize.FLAG in sys.argv:
-                parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-            if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
-                os.kill(parent, signal.SIGKILL)
-                folder = Path(self._environ.get("PMIX_SERVER_TMPDIR", ""))
-                if folder.name == f"prted.{parent}":
-                    import shutil  # not at the start, which must be quick
-
-                    shutil.rmtree(folder, ignore_errors=True)
 
     # -- the script ---------------------------------------------------------------------------------------------
 

@@ -246,7 +246,7 @@ def reserve_port() -> socket.socket:
 def set_dead_peer_timeout(sock: socket.socket, seconds: float) -> None:
     """Have the kernel fail a connection whose bytes stay unacknowledged, or unread.
 
-    The peer's kernel acknowledges even while its processes get no CPU, so this tells a lost host or network from a busy one, which
+    The peer's kernel acknowledges even while its processes get no CPU, so this distinguishes a lost host or network from a busy one, which
     heartbeats between processes cannot. Only for small messages: to the kernel, a peer that reads nothing is lost, too.
 
     Args:

@@ -6,8 +6,12 @@ the launcher alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 FLAG = "--apart"
 
@@ -24,3 +28,24 @@ def detach_from_engine() -> None:
     _, status = os.waitpid(rank, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
+
+
+def end_engine_daemon(environ: Mapping[str, str]) -> None:
+    """End the engine's daemon on a host that was cut off: it would not notice for minutes.
+
+    A job that continues needs it: if the host came back, the engine would end all ranks for the daemon's loss.
+
+    Args:
+        environ: Environment of the agent.
+    """
+    with contextlib.suppress(OSError):
+        parent = os.getppid()
+        if FLAG in sys.argv:
+            parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+        if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
+            os.kill(parent, signal.SIGKILL)
+            folder = Path(environ.get("PMIX_SERVER_TMPDIR", ""))
+            if folder.name == f"prted.{parent}":
+                import shutil  # not at the start, which must be quick
+
+                shutil.rmtree(folder, ignore_errors=True)

@@ -32,7 +32,11 @@ class ExitReporter:
         atexit.register(self._at_exit)  # registered first, so that it runs last
 
     def on_system_exit(self, code: object) -> None:
-        """Keep the exit code that `sys.exit(code)` stands for."""
+        """Note the exit code of `sys.exit`.
+
+        Args:
+            code: Its argument.
+        """
         self.exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -81,7 +85,11 @@ def has_joined_others() -> bool:
 
 
 def headline(error: BaseException) -> str:
-    """Return `Type: message` in one line, with the file and line of a SyntaxError and NCCL's own last error."""
+    """Return `Type: message` in one line, with the place of a SyntaxError and the last error of NCCL.
+
+    Args:
+        error: Uncaught exception of the script.
+    """
     kind = type(error)
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"

@@ -2,46 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
+from distrib.errors import LaunchError
 from distrib_launch import rank_environment
-from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.rank_agent.control_channel import Assignment
-from distrib_launch.supervisor.rank_state import RankState
+from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
+from distrib_launch.preflight.check_result import fold_by_host
+from distrib_launch.rank_agent.control_channel import Assignment, Kind
+from distrib_launch.supervisor.rank_state import JobState, RankState
+
+INPUT_CHUNK_BYTES = 1 << 20
 
 
-def assignments(
-    plan: LaunchPlan,
-    ranks: Sequence[RankState],
+def send_assignments(
+    job: JobState,
+    send: Callable[[RankState, Kind, dict[str, Any] | bytes], None],
     *,
     host_timeout_seconds: float,
-    grace_seconds: float,
     keep_result: bool,
-) -> Iterator[tuple[RankState, Assignment]]:
-    """Yield every rank with its assignment.
+    script_input: bytes,
+    input_ranks: Collection[int],
+) -> None:
+    """Send each rank its standard input and what to run.
 
     Args:
-        plan: Plan of the job.
-        ranks: All ranks, connected.
+        job: State of the job, whose ranks are all connected.
+        send: Sends a frame to a rank.
         host_timeout_seconds: Silence after which a host is probed.
-        grace_seconds: Time between SIGTERM and SIGKILL.
         keep_result: Whether what scripts write to DISTRIB_RESULT_FD is kept.
+        script_input: Standard input of the scripts.
+        input_ranks: Ranks that get it.
+
+    Raises:
+        LaunchError: The command and environment of a rank are too long.
     """
+    for state, assignment in _assignments(job, host_timeout_seconds=host_timeout_seconds, keep_result=keep_result):
+        given = script_input if state.plan.rank in input_ranks else b""
+        for start in range(0, len(given), INPUT_CHUNK_BYTES):
+            send(state, Kind.INPUT, given[start : start + INPUT_CHUNK_BYTES])
+        state.assignment = assignment
+        try:
+            send(state, Kind.ASSIGN, assignment._asdict())
+        except ValueError as error:
+            raise LaunchError(
+                f"the command and the environment of rank {state.plan.rank} are too long: {error}",
+                hint="give a long list to the script in a file",
+            ) from None
+
+
+def warn_few_cpus(job: JobState) -> None:
+    """Warn of hosts with fewer CPUs than ranks, if preflight has not checked them.
+
+    Args:
+        job: State of the job, whose ranks are all connected.
+    """
+    found = []
+    for host in job.plan.hosts:
+        state = next(state for state in job.ranks if state.plan.host == host.name)
+        if few := few_processors(state.hello["cpus"], host.ranks, on_gpus=state.plan.device != "cpu"):
+            found.append((host.name, f"{host.name}: {few}; {MORE_PROCESSORS}"))
+    for line in fold_by_host(found):
+        job.warn(line)
+
+
+def _assignments(
+    job: JobState, *, host_timeout_seconds: float, keep_result: bool
+) -> Iterator[tuple[RankState, Assignment]]:
+    """Yield every rank with its assignment."""
+    plan, ranks, grace_seconds = job.plan, job.ranks, job.grace_seconds
     hosts = {host.name: host for host in plan.hosts}
 
     def address(state: RankState) -> str:
         return hosts[state.plan.host].address or state.address
 
-    def listener(state: RankState) -> tuple[str, int]:
+    def free_port(state: RankState) -> tuple[str, int]:
         return address(state), int(state.hello["port"])
 
-    servers = [listener(state) for state in ranks if not state.is_worker]
+    servers = [free_port(state) for state in ranks if not state.is_worker]
     for state in ranks:
         host, is_worker = hosts[state.plan.host], state.is_worker
         several = len(plan.hosts) > 1
         environment = rank_environment.complete(
             state.plan.environment,
-            main=listener(ranks[0]),
+            main=free_port(ranks[0]),
             servers=servers,
             address=address(state) if several else None,
             # Without a preflight the interface that reaches the launcher is used.

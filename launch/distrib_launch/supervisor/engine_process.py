@@ -1,4 +1,4 @@
-"""The engine's own process on this machine, from its start to its end, which comes even when the launcher is killed."""
+"""Process of the engine on this machine; it ends even when the launcher is killed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
 
 ENGINE_GRACE_SECONDS = 1.0
-"""How long the engine may take to end once its ranks have, and then after SIGTERM; it was seen to hang for ever."""
+"""Time in which the engine must end after its ranks, and then after SIGTERM; it was seen to hang for ever."""
 STARTING_SECONDS = 15.0
-"""How long mpirun may go on with a start that nobody wants any more: a daemon whose mpirun is killed before it has called back
-waits for it for ever, on a host of its own."""
+"""Time in which mpirun may complete a start that was cancelled: a daemon whose mpirun is killed before it has connected waits for ever."""
 
 
 class EngineProcess:
-    """Starts the engine of a plan in a session of its own; what it prints goes to `log`, a file of the run directory.
+    """Starts the engine of a plan in a session of its own; its output goes to `log`, a file of the run directory.
 
-    `token` and `addresses` of the control channel travel in its environment, never in its arguments.
+    Args:
+        plan: Plan of the job.
+        token: Secret of the control channel; passed in the environment, never as an argument.
+        addresses: Addresses of the control channel.
     """
 
     def __init__(self, plan: LaunchPlan, *, token: str, addresses: str) -> None:
@@ -52,31 +54,35 @@ class EngineProcess:
 
     @property
     def output(self) -> str:
-        """What it has printed so far, as far as that can be read."""
-        with contextlib.suppress(OSError):  # somebody has removed the run directory
+        """Output of the engine so far, empty if the run directory was removed."""
+        with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace")
         return ""
 
     @property
     def is_starting(self) -> bool:
-        """Whether daemons may be starting that nobody would end."""
+        """Whether daemons may be starting, which would outlive a killed engine."""
         return self._awaits_daemons and self._process.poll() is None
 
     @property
     def _awaits_daemons(self) -> bool:
-        """Whether they may not all be there yet, as they are before the first rank is started. Known to the guard, too."""
+        """Whether daemons may be missing: all are there before the first rank starts. The guard knows it, too."""
         return self._runtime.uses_ssh_daemons and not self._begun[0]
 
     def has_begun(self) -> None:
-        """A rank has called back, or nobody shall wait for that."""
+        """Note that a rank has connected, or that its start is not waited for."""
         self._begun[0] = 1
 
     def exit_code(self) -> int | None:
-        """How it ended, as `subprocess` counts; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def end(self, wait: Callable[[], None]) -> None:
-        """See it go, by force if it must; `wait` is called meanwhile."""
+        """Wait for the end of the engine, and kill it if it takes too long.
+
+        Args:
+            wait: Called again and again meanwhile.
+        """
         deadline = time.monotonic() + STARTING_SECONDS
         while self.is_starting and time.monotonic() < deadline:
             wait()
@@ -87,24 +93,24 @@ class EngineProcess:
             _end_session(self._process.pid)
             self._process.wait()
         if self._process.returncode < 0:
-            self._give_up()
+            self._end_leftovers()
             self._remove_traces()
         self._guard.dismiss()
 
     def _end_after_launcher(self) -> None:
-        """What the guard does when the launcher was killed."""
+        """End everything after the launcher was killed; runs in the guard."""
         _end_session(self._process.pid, STARTING_SECONDS if self._awaits_daemons else self._runtime.shutdown_seconds)
-        self._give_up()
+        self._end_leftovers()
         self._remove_traces()
         if sockets := ssh.sockets(self._plan):
             shutil.rmtree(sockets, ignore_errors=True)
 
     def _remove_traces(self) -> None:
-        """An mpirun that was killed leaves its folder of shared memory behind."""
+        """Remove the shared-memory folder of an mpirun that was killed."""
         shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 
-    def _give_up(self) -> None:
-        """It was killed: have what it may have left ended."""
+    def _end_leftovers(self) -> None:
+        """End what a killed engine may have left."""
         if command := self._runtime.cleanup_command(self._plan):
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)

@@ -84,7 +84,7 @@ class HangDetector:
         self._reported = False
         if self._next_early_seconds < float("inf"):  # else it was reported, and may be as it should
             self._next_early_seconds = ENDED_SECONDS
-        self._early_frames: list[tuple[hang_report.Frame, ...]] | None = None
+        self._early_frames: list[tuple[hang_report.StackFrame, ...]] | None = None
         self._early_reported = False
 
     def add_stack(self, state: RankState, dump: bytes) -> None:

@@ -23,6 +23,7 @@ GPU_CALL = re.compile(r"\.(item|cpu|cuda|to|tolist|numpy|synchronize|nonzero)\s*
 """Calls that wait for the GPU, which may itself wait for other ranks: the script runs ahead of its collectives."""
 
 JOB_FILE = "/distrib/training/job.py"
+SHUTDOWN_FILE = "/distrib/training/shutdown.py"
 RENDEZVOUS_FILE = "/distrib/training/rendezvous.py"
 LOCAL_SGD_FILE = "/distrib/training/strategies/local_sgd.py"
 SERVER_FILES = ("/distrib/training/parameter_server/", "/distrib/training/strategies/parameter_server.py")
@@ -34,11 +35,11 @@ CERTAIN_FILES = ("/torch/distributed/distributed_c10d.py", "/horovod/", "/mpi4py
 LIBRARY_FILES = (
     "/site-packages/", "/dist-packages/", "/lib/python3.", "/distrib/training/", "/distrib_launch/rank_agent/",
 )  # fmt: skip
-NAMED_FUNCTIONS = {JOB_FILE: "close", RENDEZVOUS_FILE: "join"}
+NAMED_FUNCTIONS = {SHUTDOWN_FILE: "close", RENDEZVOUS_FILE: "join"}
 """Functions of distrib that a stack is recognized by; `tests/test_hangs.py` checks that they exist."""
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
+class StackFrame(msgspec.Struct, frozen=True, kw_only=True):
     """One call on a stack."""
 
     name: str
@@ -56,7 +57,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         return f"{Path(self.filename).name}:{self.line}"
 
     def is_in(self, *files: str) -> bool:
-        """Return True if the path of its file contains one of `files`."""
+        """Return True if the path of its file contains one of some fragments.
+
+        Args:
+            *files: Fragments of paths.
+        """
         return any(file in self.filename for file in files)
 
     @property
@@ -70,7 +75,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         return self.function == "_engine_run_backward"
 
     def is_named(self, file: str) -> bool:
-        """Return True if this is the function of `file` in `NAMED_FUNCTIONS`."""
+        """Return True if this is the function of a file in `NAMED_FUNCTIONS`.
+
+        Args:
+            file: Key of `NAMED_FUNCTIONS`.
+        """
         return self.is_in(file) and self.function == NAMED_FUNCTIONS[file]
 
 
@@ -81,7 +90,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     step: int
     """Last reported step, -1 for none."""
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[StackFrame, ...] = ()
     running: bool = False
     """Whether the thread had a CPU."""
     state: str = ""
@@ -94,7 +103,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the rank reported the end of its script."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Activity of a rank: `what` in words, `where` in the script, and whether it `waits` for other ranks."""
 
     waits: bool
@@ -105,8 +114,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.what} ({self.where})" if self.where else self.what
 
 
-IN_CLOSE = Place(waits=True, what="job.close, at the end of its script")
-IN_EXIT = Place(waits=True, what="the exit of its process, at the end of its script (MPI_Finalize waits for all ranks)")
+IN_CLOSE = RankPlace(waits=True, what="job.close, at the end of its script")
+IN_EXIT = RankPlace(
+    waits=True, what="the exit of its process, at the end of its script (MPI_Finalize waits for all ranks)"
+)
 
 
 class _Thread(msgspec.Struct):
@@ -114,7 +125,7 @@ class _Thread(msgspec.Struct):
 
     thread_name: str | None
     active: bool
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
     state: str = ""
     gpu: bool = True
 
@@ -143,35 +154,35 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes, *, closing: bool =
     )  # fmt: skip
 
 
-def place_of(stack: Stack) -> Place:
+def place_of(stack: Stack) -> RankPlace:
     """Return the activity of one rank, as far as its stack shows it.
 
     Args:
         stack: Stack of the rank.
     """
     if stack.problem:
-        return IN_EXIT if stack.closing else Place(waits=False, what=f"an unknown place: {stack.problem}")
+        return IN_EXIT if stack.closing else RankPlace(waits=False, what=f"an unknown place: {stack.problem}")
     own = next((i for i, frame in enumerate(stack.frames) if not frame.is_of_library), None)
     inner = stack.frames[:own]
     where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
     if stack.state in ("T", "t"):
         what = "a stop by a signal or a debugger (Ctrl-Z, SIGSTOP; kill -CONT lets it go on)"
-        return Place(waits=False, what=what, where=where)
-    if any(frame.is_named(JOB_FILE) for frame in stack.frames):
+        return RankPlace(waits=False, what=what, where=where)
+    if any(frame.is_named(SHUTDOWN_FILE) for frame in stack.frames):
         return IN_CLOSE
     if (awaited := _awaited_peers(stack, inner)) or (awaited := _awaited_in_source(stack, own)):
-        return Place(waits=True, what=awaited, where=where)
+        return RankPlace(waits=True, what=awaited, where=where)
     if any(frame.is_in("/torch/utils/data/") for frame in stack.frames):
-        return Place(waits=False, what="the data loader", where=where)
+        return RankPlace(waits=False, what="the data loader", where=where)
     if _waits_for_gpu(stack):
-        return Place(waits=True, what="a call that waits for its GPU, and this perhaps for others", where=where)
+        return RankPlace(waits=True, what="a call that waits for its GPU, and this perhaps for others", where=where)
     if stack.state == "D":
-        return Place(waits=False, what="a wait for a disk or a file system", where=where)
+        return RankPlace(waits=False, what="a wait for a disk or a file system", where=where)
     inside = stack.frames[0].name if stack.frames and own != 0 else ""
-    return Place(waits=False, what=inside or "its own code", where=where)
+    return RankPlace(waits=False, what=inside or "its own code", where=where)
 
 
-def _awaited_peers(stack: Stack, inner: Sequence[Frame]) -> str:
+def _awaited_peers(stack: Stack, inner: Sequence[StackFrame]) -> str:
     """Return the call of distrib, torch, Horovod or MPI in which a rank waits for others, empty for none."""
     if any(frame.is_in(*SERVER_FILES) for frame in stack.frames) and not stack.running:
         return "a wait for the parameter servers"
@@ -326,8 +337,8 @@ def _conclusion(stacks: Sequence[Stack]) -> str:
     return f": all {len(stacks)} ranks wait in {calls}; is the network up?"
 
 
-def _grouped(stacks: Sequence[Stack]) -> dict[Place, list[Stack]]:
-    groups: dict[Place, list[Stack]] = {}
+def _grouped(stacks: Sequence[Stack]) -> dict[RankPlace, list[Stack]]:
+    groups: dict[RankPlace, list[Stack]] = {}
     for stack in stacks:
         groups.setdefault(place_of(stack), []).append(stack)
     return groups

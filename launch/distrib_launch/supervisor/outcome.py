@@ -138,7 +138,7 @@ class JobOutcome:
         return (
             status,
             code,
-            root_cause.describe(first, exits, log, interpreter, lacks_pythonpath=lacks_pythonpath),
+            root_cause.describe_failure(first, exits, log, interpreter, lacks_pythonpath=lacks_pythonpath),
         )
 
     @property

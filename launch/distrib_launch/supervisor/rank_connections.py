@@ -17,7 +17,7 @@ from distrib_launch.supervisor.rank_exit import Lost
 from distrib_launch.supervisor.rank_state import JobState, RankState
 
 DEAD_CONNECTION_SECONDS = 30.0
-"""Time after which the kernel closes a connection whose bytes nobody acknowledges; a vanished host is noticed earlier."""
+"""Time after which the kernel closes a connection whose bytes stay unacknowledged; a vanished host is noticed earlier."""
 
 
 class RankConnections:

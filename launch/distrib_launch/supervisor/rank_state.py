@@ -138,7 +138,7 @@ class JobState:
         self.missing = len(self.ranks)
         """Number of ranks that have not connected."""
         self.assigned = False
-        """Whether all ranks have connected and were told what to run."""
+        """Whether all ranks have connected and have their assignments."""
         self.stopping = False
         self.failed_at = 0.0
         """Monotonic time of the first failure that ends the job, 0 for none."""

@@ -58,7 +58,9 @@ class CompletedStart(NamedTuple):
             console: Terminal of the launcher.
         """
         if self.result.first_failure and not self.reported:
-            console.say(f"error: {root_cause.report(self.result.first_failure, self.exits, started=self.started)}")
+            console.say(
+                f"error: {root_cause.failure_report(self.result.first_failure, self.exits, started=self.started)}"
+            )
 
     def with_result(self, **changes: object) -> CompletedStart:
         """Return a copy with other fields of the result.

@@ -111,7 +111,7 @@ def fault_in(stderr: str) -> int | None:
     return next((s for s in FAULTS if s == int(number or 0) or (name and signal.strsignal(s) == name)), None)
 
 
-def describe(
+def describe_failure(
     first: RankExit, exits: Sequence[RankExit], log: Path, interpreter: str, *, lacks_pythonpath: bool = False
 ) -> Failure:
     """Return the failure that `result.json` reports.
@@ -268,7 +268,7 @@ def tail(log: Path) -> str:
         return ""
 
 
-def report(failure: Failure, exits: Sequence[RankExit], *, started: float) -> str:
+def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: float) -> str:
     """Return the failure in a few lines, for the end of the terminal's output.
 
     Args:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any
 
 from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
@@ -19,13 +18,11 @@ from distrib.utils import signals
 from distrib.utils.framing import new_token
 from distrib_launch import engines, results, run_directory
 from distrib_launch.console import Console
-from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
 from distrib_launch.launch_options import GRACE_SECONDS
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
-from distrib_launch.preflight.check_result import fold_by_host
 from distrib_launch.rank_agent.control_channel import Kind
-from distrib_launch.supervisor.assignments import assignments
+from distrib_launch.supervisor.assignments import send_assignments, warn_few_cpus
 from distrib_launch.supervisor.engine_process import STARTING_SECONDS, EngineProcess
 from distrib_launch.supervisor.fault_tolerance import FaultTolerance
 from distrib_launch.supervisor.hang_detector import HangDetector
@@ -51,8 +48,6 @@ LATE_CAUSE_SECONDS = 2.5
 PING_SECONDS = 0.4
 HOST_SILENCE_SECONDS = 1.8
 """Silence of a host after which it is probed."""
-
-INPUT_CHUNK_BYTES = 1 << 20
 
 
 class _NotStarted(Exception):
@@ -169,10 +164,8 @@ class Supervisor:
 
     def _listen(self) -> ControlListener:
         """Listen on the addresses by which the hosts reach this machine, and on no others."""
-        plan = self.job.plan
-        addresses = set(plan.listen)
-        if not addresses:
-            addresses = {"127.0.0.1"} if self.job.is_local else preflight.launcher_addresses(plan)
+        own = {"127.0.0.1"} if self.job.is_local else None
+        addresses = set(self.job.plan.listen) or own or preflight.launcher_addresses(self.job.plan)
         return ControlListener(self.selector, self._token, addresses, self._connections.accept)
 
     def _start_engine(self, listener: ControlListener) -> EngineProcess:
@@ -214,7 +207,7 @@ class Supervisor:
                 self._on_engine_end(self._engine)
             elif not job.assigned and not job.stopping and now - start > START_SECONDS:
                 what = f"{job.missing} of {len(job.ranks)} ranks have not connected, and none has for {START_SECONDS:.0f} s"
-                self._fail_start(self._engine, what)
+                raise start_failure(job, self._engine, what)
             self._check_limits(now, now - begun + self._spent_seconds)
             self._check_hosts()
             if job.assigned and not job.stopping and (failure := self._hang_detector.check(now, job.ranks)):
@@ -276,35 +269,15 @@ class Supervisor:
         job.assigned = True
         self._hang_detector.start()
         if self._runtime.limits_cpus and not self._was_checked:
-            self._warn_few_cpus()
-        orders = assignments(
-            job.plan,
-            job.ranks,
+            warn_few_cpus(job)
+        send_assignments(
+            job,
+            self.send,
             host_timeout_seconds=self._health.silence_seconds,
-            grace_seconds=job.grace_seconds,
             keep_result=self._keep_result,
+            script_input=self._script_input,
+            input_ranks=self._input_ranks,
         )
-        for state, assignment in orders:
-            given = self._script_input if state.plan.rank in self._input_ranks else b""
-            for start in range(0, len(given), INPUT_CHUNK_BYTES):
-                self.send(state, Kind.INPUT, given[start : start + INPUT_CHUNK_BYTES])
-            state.assignment = assignment
-            try:
-                self.send(state, Kind.ASSIGN, assignment._asdict())
-            except ValueError as error:
-                raise LaunchError(
-                    f"the command and the environment of rank {state.plan.rank} are too long: {error}",
-                    hint="give a long list to the script in a file",
-                ) from None
-
-    def _warn_few_cpus(self) -> None:
-        found = []
-        for host in self.job.plan.hosts:
-            state = next(state for state in self.job.ranks if state.plan.host == host.name)
-            if few := few_processors(state.hello["cpus"], host.ranks, on_gpus=state.plan.device != "cpu"):
-                found.append((host.name, f"{host.name}: {few}; {MORE_PROCESSORS}"))
-        for line in fold_by_host(found):
-            self.job.warn(line)
 
     def _may_retry(self, failed: EngineProcess) -> bool:
         """Return True if the engine failed for the first time, before any rank connected, and may succeed the next time."""
@@ -321,28 +294,13 @@ class Supervisor:
         failed.log.rename(self.job.run_dir / run_directory.FIRST_ENGINE_LOG)
         self._engine = self._start_engine(listener)
 
-    def _fail_start(self, engine: EngineProcess, what: str) -> NoReturn:
-        missing = [state for state in self.job.ranks if state.channel is None]
-        missing = [state for state in missing if not state.hello] or missing  # not those that the engine ended
-        hosts = list(dict.fromkeys(state.plan.host for state in missing))
-        self.job.stopping = True
-        output = engine.output.strip()
-        if explained := self._runtime.explain(output):
-            raise LaunchError(explained[0], hint=explained[1])
-        failed = LaunchError(
-            f"the job did not start: {what} ({len(missing)} of {len(self.job.ranks)} missing, on {name_hosts(hosts)})"
-            + (f"\n{output}" if output else ""),
-            hint=f"the engine's own output is in {engine.log}",
-        )
-        raise failed if self.job.is_local else _NotStarted(hosts, failed)
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _on_engine_end(self, engine: EngineProcess) -> None:
         """Handle the end of the engine: without it MPI is broken, so the job ends, unless mode async needs no MPI."""
         job = self.job
         if not job.assigned:
-            self._fail_start(engine, "the engine ended before every rank had connected")
+            raise start_failure(job, engine, "the engine ended before every rank had connected")
         if self._outcome.engine_failure:
             return
         deadline = time.monotonic() + 1.0  # exit records that arrived already show why it ended
@@ -356,12 +314,8 @@ class Supervisor:
         if job.plan.mode != "async" and code >= 0 and not lost and causes:
             self._stop.begin(job.grace_seconds)  # it ended because of that rank
             return
-        where = socket.gethostname()
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        if lost in job.hosts:
-            where, how = lost, f"lost its daemon on {lost}, or the ssh connection to it,"
-        what = f"{job.plan.engine} {how} while its ranks were running"
-        failure = self._outcome.failure_here(what, log=str(engine.log), host=where)
+        what = engine_end_text(job, code, lost)
+        failure = self._outcome.failure_here(what, log=str(engine.log), host=lost if lost in job.hosts else "")
         self._outcome.engine_failure = failure
         if job.plan.mode == "async":
             job.warn(f"{failure.message}; mode async does not need it any more")
@@ -407,3 +361,40 @@ class Supervisor:
                     f"waiting for daemons that are being started, {STARTING_SECONDS:.0f} s at most (Ctrl-C: no longer)"
                 )
             self._engine.end(self._turn_once)
+
+
+def start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
+    """Return the error that ends a job whose ranks did not all connect.
+
+    Args:
+        job: State of the job.
+        engine: Its engine, whose output may show the reason.
+        what: What was observed.
+    """
+    missing = [state for state in job.ranks if state.channel is None]
+    missing = [state for state in missing if not state.hello] or missing  # not those that the engine ended
+    hosts = list(dict.fromkeys(state.plan.host for state in missing))
+    job.stopping = True
+    output = engine.output.strip()
+    if explained := engines.get(job.plan.engine).explain(output):
+        return LaunchError(explained[0], hint=explained[1])
+    failed = LaunchError(
+        f"the job did not start: {what} ({len(missing)} of {len(job.ranks)} missing, on {name_hosts(hosts)})"
+        + (f"\n{output}" if output else ""),
+        hint=f"the engine's own output is in {engine.log}",
+    )
+    return failed if job.is_local else _NotStarted(hosts, failed)
+
+
+def engine_end_text(job: JobState, code: int, lost: str) -> str:
+    """Return how the engine ended before its ranks.
+
+    Args:
+        job: State of the job.
+        code: Exit code of the engine, negative for a signal.
+        lost: Host whose daemon it lost, empty for none.
+    """
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if lost in job.hosts:
+        how = f"lost its daemon on {lost}, or the ssh connection to it,"
+    return f"{job.plan.engine} {how} while its ranks were running"
