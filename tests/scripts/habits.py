@@ -184,7 +184,7 @@ def step_in_backward(job: distrib.Job) -> None:
     for parameter in model.parameters():
         own = torch.optim.SGD([parameter], lr=0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
-    with refused("a step of SGD within backward"):
+    with refused("SGD took a step within backward"):
         model(torch.randn(8, 4)).sum().backward()
 
 
