@@ -32,9 +32,9 @@ from distrib.probe.host_facts import ports_of_job, used_ports
 from distrib.probe.probe_report import bus_bandwidth, curve_table, describe_ranks, heat_map, links_table, scale_maximum
 from distrib.probe.records import (
     CollectiveMeasurement,
-    Facts,
     GpuLinkStates,
     GpuPcieLink,
+    HostFacts,
     IntraNodeMeasurement,
     PairMeasurement,
     ProbeEnded,
@@ -557,7 +557,7 @@ def test_what_fails_over_the_way_that_judges_is_an_error_whatever_the_other_does
 def two_nics(number, net, name="eth1"):
     """A host with a second NIC, which reports no rate."""
     own = Interface(name="eth0", mtu=1500, speed_bytes_per_second=125 * MB)
-    second = Interface(name=name, kind="physical", addresses=(address(number, net),))
+    second = Interface(name=name, addresses=(address(number, net),))
     return facts(f"n{number}", interfaces=(own, second))
 
 
@@ -579,7 +579,7 @@ def facts(host, **changed):
         "interfaces": (Interface(name="eth0", mtu=1500, speed_bytes_per_second=125 * MB),),
         **changed,
     }
-    return Facts(host=host, address="198.18.0.1", interface="eth0", cpus=8, **own)
+    return HostFacts(host=host, address="198.18.0.1", interface="eth0", cpus=8, **own)
 
 
 def test_a_faster_network_that_some_hosts_are_not_on_is_told_of_with_them():
@@ -855,7 +855,7 @@ def test_a_noisy_link_is_noted():
 
 def described_network(nics, name="eth0"):
     facts = tuple(
-        Facts(
+        HostFacts(
             host=f"n{i}",
             address=f"10.0.0.{i}",
             interface=name,
@@ -1096,12 +1096,12 @@ def test_pairs_that_were_mixed_to_find_a_shared_link_are_none_of_the_bisection()
 
 def test_hosts_that_are_one_machine_are_kept_as_one():
     said = (
-        facts("n1", machine="a", processors=(0, 1, 2)),
-        facts("n2", machine="b", processors=(0, 1)),
-        facts("n3", machine="a", processors=(2, 3)),
+        facts("n1", machine="a", cores=(0, 1, 2)),
+        facts("n2", machine="b", cores=(0, 1)),
+        facts("n3", machine="a", cores=(2, 3)),
         facts("n4"),  # does not know
-        facts("n5", machine="c", processors=(0, 1, 2, 3), quota=1.5),
-        facts("n6", machine="c", processors=(0, 1, 2, 3), quota=1.5),
+        facts("n5", machine="c", cores=(0, 1, 2, 3), cpu_quota=1.5),
+        facts("n6", machine="c", cores=(0, 1, 2, 3), cpu_quota=1.5),
     )
     kept = build_measured(Network(6).records(facts=said))
     assert [(one.hosts, one.processors) for one in kept.machines] == [

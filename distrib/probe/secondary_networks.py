@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from distrib.probe.records import Facts
+from distrib.probe.records import HostFacts
 
 NIC_KINDS = frozenset({"physical", "bond", "team", "vlan", "ipoib", "veth", "macvlan", "ipvlan", "unknown"})
 """Kinds of interfaces that may reach another host. Tunnels, and bridges without a NIC, do not."""
@@ -20,7 +20,7 @@ class SecondaryNetwork(msgspec.Struct, frozen=True, kw_only=True):
     nics: dict[str, tuple[str, str]]
 
 
-def other_networks(facts: Sequence[Facts]) -> tuple[SecondaryNetwork, ...]:
+def other_networks(facts: Sequence[HostFacts]) -> tuple[SecondaryNetwork, ...]:
     """Find the subnets of two hosts or more, without that of the job.
 
     Args:
@@ -40,7 +40,7 @@ def other_networks(facts: Sequence[Facts]) -> tuple[SecondaryNetwork, ...]:
     )
 
 
-def secondary_addresses(facts: Facts) -> tuple[str, ...]:
+def secondary_addresses(facts: HostFacts) -> tuple[str, ...]:
     """List the addresses of a host's NICs, without that of the job.
 
     Args:
@@ -49,7 +49,7 @@ def secondary_addresses(facts: Facts) -> tuple[str, ...]:
     return tuple(address for _, address, _ in _addresses(facts) if address != facts.address)
 
 
-def _addresses(facts: Facts) -> Iterator[tuple[str, str, str]]:
+def _addresses(facts: HostFacts) -> Iterator[tuple[str, str, str]]:
     """Yield interface, address and subnet of each IPv4 address of an active NIC."""
     for interface in facts.interfaces:
         if not interface.up or not (interface.kind in NIC_KINDS or interface.cards):

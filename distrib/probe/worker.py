@@ -13,7 +13,7 @@ import msgspec
 
 from distrib.probe.bench import intra_node, mpi, statistics, tcp
 from distrib.probe.bench.polling import ProbeTimeout
-from distrib.probe.host_facts import gpu_links
+from distrib.probe.host_facts import gpu_pcie_links
 from distrib.probe.protocol import (
     AllReduceTask,
     HostTask,
@@ -83,7 +83,7 @@ class Worker:
             self.host, task.seconds, memory=task.memory, both_directions=task.both_directions, deadline=deadline
         )
         used = {end for link in links for end in (link.source, link.target)}
-        gpus = tuple(gpu for gpu in gpu_links() if f"gpu{gpu.index}" in used) if len(links) > 1 else ()
+        gpus = tuple(gpu for gpu in gpu_pcie_links() if f"gpu{gpu.index}" in used) if len(links) > 1 else ()
         failed = "; ".join(problems) or None
         return TaskReply(number=task.number, rank=self.rank, copies=links, gpus=gpus, failed=failed)
 

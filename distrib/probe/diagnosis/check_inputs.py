@@ -12,9 +12,9 @@ from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement
 from distrib.cluster.node import Nic
 from distrib.probe.records import (
     CollectiveMeasurement,
-    Facts,
     GpuLinkStates,
     GpuPcieLink,
+    HostFacts,
     IntraNodeMeasurement,
     LoadPattern,
     PairMeasurement,
@@ -80,7 +80,7 @@ class CheckInputs:
     primary: Transport
     """The transport by which links are judged."""
     transport: Transport
-    facts: Mapping[str, Facts]
+    facts: Mapping[str, HostFacts]
     pairs: tuple[PairMeasurement, ...]
     """The measurements over all networks and transports, failed ones included."""
     network: str | None = None

@@ -10,7 +10,7 @@ from distrib.cluster.link_spec import LinkSpec, parse_network_link
 from distrib.cluster.node import Nic, name_hosts, shown_hosts
 from distrib.probe.diagnosis.check_inputs import CheckInputs, rate_classes
 from distrib.probe.diagnosis.finding import Finding
-from distrib.probe.records import Facts
+from distrib.probe.records import HostFacts
 from distrib.probe.settings import LIMITS, Transport
 from distrib.units import bit_rate_text
 
@@ -96,7 +96,7 @@ def _below_nominal(subject: str, hosts: tuple[str, ...], fraction: float, nic: L
     )  # fmt: skip
 
 
-def _used_nic(facts: Facts, transport: Transport, configured: Sequence[Nic]) -> LinkSpec | None:
+def _used_nic(facts: HostFacts, transport: Transport, configured: Sequence[Nic]) -> LinkSpec | None:
     """Return the NIC that the job uses: as configured, or else as reported. Of several RDMA ports MPI may use one only."""
     if transport == "mpi":
         ports = facts.rdma_bytes_per_second
@@ -133,7 +133,7 @@ def find_unknown_nics(inputs: CheckInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _device_names(facts: Facts) -> tuple[str, ...]:
+def _device_names(facts: HostFacts) -> tuple[str, ...]:
     return (*(interface.name for interface in facts.interfaces), *facts.rdma_devices)
 
 
@@ -154,7 +154,7 @@ def find_faster_networks(inputs: CheckInputs) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _use_network(network: CheckInputs, facts: Mapping[str, Facts]) -> str:
+def _use_network(network: CheckInputs, facts: Mapping[str, HostFacts]) -> str:
     use = f"use it with --interface {network.network}"
     without = [host for host in facts if host not in network.hosts]
     return f"bring up the NICs of {name_hosts(without)} on it, or leave these hosts out, and {use}" if without else use
