@@ -58,7 +58,7 @@ class _Peer:
 
     def allocate(self, frame: Frame) -> memoryview | None:
         if frame.kind is FrameKind.PUSH and not self.is_refused and self.service and self.worker is not None:
-            self.gradient = memory = self.service.allocate_gradient(frame)
+            self.gradient = memory = self.service.requests.allocate_gradient(frame)
             return as_memoryview(memory)
         return None
 

@@ -11,7 +11,7 @@ from distrib.training.parameter_server.transport import Frame, FrameKind, encode
 class AllGatherRounds:
     """Numbered rounds in which every worker contributes bytes and receives the bytes of all. No I/O.
 
-    All workers count the rounds alike, from 0. A round is complete when every expected worker has contributed. Its result is
+    All workers count the same rounds, from 0. A round is complete when every expected worker has contributed. Its result is
     stored until every worker has come to a later round, for workers whose connection broke before they received it.
 
     Args:

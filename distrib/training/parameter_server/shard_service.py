@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import psutil
-import torch
 
 from distrib.strategy import Strategy
 from distrib.training.parameter_server.membership import Membership
@@ -175,17 +174,6 @@ class ShardService:
             self.requests.run(table, table.controller.remove_member(push_id, keep_pending=keep_pending))
 
     # -- requests ------------------------------------------------------------------------------------------------------
-
-    def allocate_gradient(self, frame: Frame) -> torch.Tensor:
-        """Return memory for the gradient of a PUSH that is about to be received.
-
-        Args:
-            frame: Its header.
-
-        Raises:
-            DistribError: There is no such chunk, or its size differs.
-        """
-        return self.requests.allocate_gradient(frame)
 
     def on_frame(self, worker: int, frame: Frame, payload: Any) -> None:
         """Handle a worker's request.

@@ -121,7 +121,7 @@ class WorkerCollectives:
         contribution with another tag does not count, and its next evaluation begins with that of the others.
 
         Args:
-            tag: Text that tells places of the script apart.
+            tag: Text that distinguishes places of the script.
             data: The bytes of this worker.
 
         Returns:
