@@ -98,9 +98,9 @@ class Supervisor:
         self._runtime = engines.get(plan.engine)
         self._token = new_token()
         self._health = HostHealth(host_timeout_seconds)
-        self.tolerance = FaultTolerance(self.job, self.send)
+        self.tolerance = FaultTolerance(self.job, self._send)
         self._outcome = JobOutcome(self.job, self.tolerance)
-        self._hang_detector = HangDetector(plan, hang_timeout_seconds, self.send, console, self.job.warnings)
+        self._hang_detector = HangDetector(plan, hang_timeout_seconds, self._send, console, self.job.warnings)
         self._monitor = PerformanceMonitor(plan, self.job.warn, self.job.host_of)
         self._messages = RankMessages(
             self.job, self.tolerance, self._hang_detector, self._monitor, self._on_result_lost
@@ -115,15 +115,8 @@ class Supervisor:
         self._retried = False
         self._interrupts = 0
 
-    def send(self, state: RankState, kind: Kind, payload: dict[str, Any] | bytes) -> None:
-        """Send a frame to a rank, unless it is not connected.
-
-        Args:
-            state: The rank.
-            kind: Kind of the frame.
-            payload: JSON object or bytes.
-        """
-        self._connections.send(state, kind, payload)
+    def _send(self, state: RankState, kind: Kind, payload: dict[str, Any] | bytes) -> None:
+        self._connections.send(state, kind, payload)  # made after the parts that need this
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -272,7 +265,7 @@ class Supervisor:
             warn_few_cpus(job)
         send_assignments(
             job,
-            self.send,
+            self._send,
             host_timeout_seconds=self._health.silence_seconds,
             keep_result=self._keep_result,
             script_input=self._script_input,
@@ -334,7 +327,7 @@ class Supervisor:
         elif number == signal.SIGUSR1:  # from the user, or from Slurm before its limit: a chance to save
             for state in self.job.workers:
                 if not state.exit:
-                    self.send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
+                    self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
 
     def _on_interrupt(self, number: int) -> None:
         # When a terminal closes, its shell passes one SIGHUP on, and the kernel sends another.
@@ -354,7 +347,7 @@ class Supervisor:
     def _release_ranks(self) -> None:
         """Let the agents end, and wait for the engine."""
         for state in self.job.ranks:
-            self.send(state, Kind.END, {})
+            self._send(state, Kind.END, {})
         if self._engine:
             if self._engine.is_starting:
                 self.job.console.say(
