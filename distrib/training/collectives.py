@@ -180,7 +180,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 def publish(topic: str, rank: int, text: str) -> None:
     """Write a text of one rank into the rendezvous store, without waiting for other ranks.
 
-    If the store is gone, nothing is written.
+    Nothing is written if rank 0, which has the store, has exited.
 
     Args:
         topic: The name under which all ranks publish.
@@ -201,7 +201,7 @@ def collect_if_complete(topic: str, ranks: Iterable[int]) -> list[str]:
         ranks: The ranks to read.
 
     Returns:
-        The text of each rank, in the order of `ranks`; an empty list if one is missing or the store is gone.
+        The text of each rank, in the order of `ranks`; an empty list if one is missing or rank 0 has exited.
     """
     keys = [_key(topic, rank) for rank in ranks]
     with contextlib.suppress(RuntimeError, ValueError):

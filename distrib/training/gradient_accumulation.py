@@ -1,9 +1,8 @@
-"""Gradients of accumulates batches, and of unequal ones, as the one mean over all their samples.
+"""Gradient accumulation, and the weighting of batches of unequal sizes: a step has the mean gradient over all its samples.
 
-A loss is taken to be the mean over the samples of its batch. With b samples on this rank of B on all R ranks, the gradient that
-the ranks are to average is R b / B of its own; over accumulates batches, the sum of b times each gradient, times R / sum of B.
-Both are done where a gradient arrives, before it is exchanged: so what a script clips, unscales or looks at is the mean
-already, whoever carries it between the ranks.
+A loss is taken to be the mean over the samples of its batch. A rank with b of the B samples of all R ranks weights its gradient by
+R b / B. Over several batches the gradient is the sum of b times each gradient, times R / sum of B. The weight is applied when a
+gradient arrives, before it is averaged over ranks, so scripts clip and read the mean.
 """
 
 from __future__ import annotations

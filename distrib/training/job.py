@@ -108,7 +108,7 @@ class Job:
     device: torch.device
     """The device of this rank."""
     restarts: int
-    """How often the launcher has restarted the whole job (`--max-restarts`)."""
+    """Number of times the launcher has restarted the whole job (`--max-restarts`)."""
 
     def __init__(self, strategy: TrainingStrategy, divergence_check_steps: int = CHECK_EVERY_STEPS) -> None:
         """Create the job of this rank. Scripts call `distrib.init()`.

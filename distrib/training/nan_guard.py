@@ -63,7 +63,7 @@ class NanGuard:
         self._optimizer, self._on_nan, self._averaged, self._late = optimizer, on_nan, averaged, late
         self._names: Mapping[torch.Tensor, str] = {}
         self._witnesses: dict[torch.Tensor, torch.Tensor] = {}
-        """What the step's backward passes have computed for some parameters."""
+        """Local gradients of some parameters in the present step."""
         self._handles: list[RemovableHandle] = []
         self._pending: _CheckedStep | None = None
 
@@ -123,7 +123,7 @@ class NanGuard:
             return True
         may_be_late = gradients[0].is_cuda if self._late is None else self._late
         late = self._on_nan == "raise" and may_be_late
-        # Late, the gradients will be gone when the answer is there: the largest element is finite where all are. The usual
+        # A late check finds the gradients overwritten: the maximum is finite exactly if all elements are. The usual
         # norm, which a CPU computes ten times as fast, may be too large of finite ones, which are looked at again then.
         norms = _norms(gradients, float("inf") if late else 2)
         seen = _CheckedStep(step, norms, parameters, witnesses, *_all_finite(norms, late=late))
@@ -172,7 +172,7 @@ class NanGuard:
             return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._averaged) else ""
         ranks = [str(rank) for rank, has_some in enumerate(gather_objects(mine)) if has_some]
         if not ranks:
-            return ", on a rank that cannot be told" if witnesses else ""
+            return ", on an unknown rank" if witnesses else ""
         return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}"
 
     def _name(self, parameter: torch.Tensor) -> str:
@@ -187,13 +187,13 @@ def _real_values(gradient: torch.Tensor) -> torch.Tensor:
 
 def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     """Compute the norm of each tensor, in one kernel per device and type."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
-        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
-    if len(alike) == 1:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(number)
+    if len(by_kind) == 1:
         return torch.stack(torch._foreach_norm(tensors, order))
     found: dict[int, torch.Tensor] = {}
-    for numbers in alike.values():
+    for numbers in by_kind.values():
         found.update(zip(numbers, torch._foreach_norm([tensors[n] for n in numbers], order), strict=True))
     return torch.stack([found[number].to(tensors[0].device) for number in range(len(tensors))])
 

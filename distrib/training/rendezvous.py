@@ -28,11 +28,11 @@ from distrib.training.world import World
 from distrib.utils.netif import LOOPBACK, interface_of, reachable_address, resolve, source_addresses
 
 WAITING_NOTICE_SECONDS = 60.0
-"""How long a rank at the end of its script waits for others before it says so."""
+"""Time after which a rank that waits at the end of its script reports it."""
 END_TAG = 0x656E64
 """Tag of the messages at the end of a job; collectives have other tags."""
 STORE_READ_SECONDS = 10.0
-"""How long rank 0 keeps the store alive so that other ranks can read the reason for an error."""
+"""Time in which rank 0 keeps the store alive, so that other ranks can read the reason for an error."""
 STORE_TAKES_SOCKET = torch.__version__ >= "2.8"
 """True if the libuv store accepts a listening socket (pytorch pull request 150215); the older store does."""
 

@@ -29,9 +29,9 @@ from distrib.training.telemetry.status_pipe import StatusPipe
 from distrib.training.training_state import TrainingState
 
 FAILED_EXIT_SECONDS = 10.0
-"""How long Python may take to exit after a failure: destructors of communication libraries may wait for dead peers."""
+"""Longest exit of Python after a failure: destructors of communication libraries may wait for dead peers."""
 UNEQUAL_STEPS_GPU_SECONDS = 60.0
-"""How long a GPU may still compute if ranks took different numbers of steps: it may wait for ranks that never come."""
+"""Longest computation of a GPU at the end if ranks took different numbers of steps: it may wait for ranks that never come."""
 
 
 class JobShutdown:

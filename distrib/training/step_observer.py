@@ -36,7 +36,7 @@ class StepObserver:
 
 
 class LastStep(StepObserver):
-    """Whether the last step updated the parameters, for `Job.stepped`."""
+    """Records if the last step updated the parameters, for `Job.stepped`."""
 
     def __init__(self) -> None:
         self._updated: bool | Callable[[], bool] = False

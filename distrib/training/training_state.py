@@ -14,7 +14,7 @@ from distrib.training.strategies.base import TrainingStrategy
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """What a job trains, shared by its parts."""
+    """The models, optimizers and observers of a job, shared by its parts."""
 
     strategy: TrainingStrategy
     batch: BatchSamples

@@ -123,9 +123,9 @@ def planned_world(environ: Mapping[str, str] | None = None) -> World:
     rank, size = _integer(environ, RANK), _integer(environ, WORLD_SIZE)
     local_rank, local_size = _integer(environ, LOCAL_RANK, 0), _integer(environ, LOCAL_WORLD_SIZE, 0)
     if not (0 <= rank < size and 0 <= local_rank < (local_size or size) <= size):
-        told = f" LOCAL_WORLD_SIZE={local_size}" if LOCAL_WORLD_SIZE in environ else ""
+        local = f" LOCAL_WORLD_SIZE={local_size}" if LOCAL_WORLD_SIZE in environ else ""
         raise TrainingError(
-            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank}{told} cannot all be true",
+            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank}{local} contradict each other",
             hint="start the script with distrib-launch or torchrun",
         )
     return World(rank=rank, size=size, local_rank=local_rank, local_size=1 if size == 1 else local_size)
@@ -210,7 +210,7 @@ def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
         )
     local_rank = _first_integer(environ, LOCAL_RANK, OMPI_LOCAL_RANK, default=-1)
     local_size = _first_integer(environ, LOCAL_WORLD_SIZE, OMPI_LOCAL_SIZE, default=-1)
-    if local_rank < 0 or local_size < 0:  # started by nobody who tells, such as srun itself
+    if local_rank < 0 or local_size < 0:  # a launcher without these variables, such as srun
         place, count = _place_on_host(comm)
         local_rank = place if local_rank < 0 else local_rank
         local_size = count if local_size < 0 else local_size

@@ -30,7 +30,7 @@ _MIN_RMS = 1e-3
 """Smaller values are compared as if they had this root mean square: what is close to zero may be so on each rank by itself."""
 _UNKNOWN_NORM = -1.0
 _CAUSES = (
-    "replicas diverge. Compute losses with the model that job.prepare returned, change parameters and learning rates alike on every rank "
+    "replicas diverge. Compute losses with the model that job.prepare returned, change parameters and learning rates equally on every rank "
     "(job.all_reduce a measurement first), and call step() equally often"
 )
 
