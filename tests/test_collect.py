@@ -158,10 +158,10 @@ def test_hosts_of_which_the_same_is_said_share_a_line():
 
 def test_the_limit_of_open_files_is_raised_or_refused():
     code = (
-        "import resource, sys\nfrom distrib.utils import rlimits as openfiles\n"
+        "import resource, sys\nfrom distrib_launch.open_files import require_open_files\n"
         "from distrib.errors import LaunchError\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))\n"
-        "try:\n    openfiles.allow(100, 800)\n"
+        "try:\n    require_open_files(100, 800)\n"
         "except LaunchError as error:\n    print(error)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )

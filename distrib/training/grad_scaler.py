@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from distrib.training.optimizer_step import OptimizerStepper
+from distrib.utils.log import get_logger
+
+log = get_logger("training")
+
 
 MAX_OVERFLOWS_IN_A_ROW = 40
 """A scale halved this often makes gradients 1e12 times smaller: then it is not the scale that makes them infinite."""
@@ -52,11 +55,9 @@ class ScalerSteps:
         self._overflows[stepper] = overflows + 1
         if self._overflows[stepper] == MAX_OVERFLOWS_IN_A_ROW and stepper.is_reporter:
             name = type(stepper.optimizer).__name__
-            print(
-                f"distrib: warning: the GradScaler has left out {MAX_OVERFLOWS_IN_A_ROW} steps of {name} in a row: gradients are "
-                "nan or infinite whatever the scale is. Check the loss and the batches",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"the GradScaler has left out {MAX_OVERFLOWS_IN_A_ROW} steps of {name} in a row: gradients are "
+                "nan or infinite whatever the scale is. Check the loss and the batches"
             )
         return result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -23,6 +22,10 @@ from distrib.training.nan_guard import NanGuard, OnNan
 from distrib.training.step_observer import StepObserver
 from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.strategies.ddp_module import is_in_join
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("training")
+
 
 _STEPPER = "_distrib_stepper"
 """The attribute of an optimizer that holds its OptimizerStepper."""
@@ -406,4 +409,4 @@ def _parameter_names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def _report(text: str) -> None:
-    print(f"distrib: {text}", file=sys.stderr, flush=True)
+    log.info(f"{text}", extra=PLAIN)

@@ -17,6 +17,10 @@ from distrib.environment import DISTRIB_PROFILE, DISTRIB_RESULT_FD
 from distrib.errors import TrainingError
 from distrib.training import shutdown
 from distrib.training.profiler import Profiler, Wish
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("training")
+
 
 LEAVING_SECONDS = 3.0
 """After which a script has ended that was run for its profile, whatever threads it has."""
@@ -98,4 +102,4 @@ class Profiles:
         try:
             self.end()
         except TrainingError as error:
-            print(f"distrib: {error}", file=sys.stderr, flush=True)
+            log.info(f"{error}", extra=PLAIN)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import socket
-import sys
 import threading
 from datetime import timedelta
 
@@ -25,7 +24,11 @@ from distrib.errors import TrainingError
 from distrib.training import compat
 from distrib.training.gradients.host_shared_memory import kernel_identity
 from distrib.training.world import World
+from distrib.utils.log import PLAIN, get_logger
 from distrib.utils.netif import LOOPBACK, interface_of, reachable_address, resolve, source_addresses
+
+log = get_logger("training")
+
 
 WAITING_NOTICE_SECONDS = 60.0
 """Time after which a rank that waits at the end of its script reports it."""
@@ -139,7 +142,7 @@ def wait_for_all_ranks(world: World, *, report: bool) -> None:
 
 
 def _report_waiting(rank: int) -> None:
-    print(f"distrib: rank {rank} waits at the end of its script for other ranks", file=sys.stderr, flush=True)
+    log.info(f"rank {rank} waits at the end of its script for other ranks", extra=PLAIN)
 
 
 def collective_timeout() -> timedelta:

@@ -27,6 +27,10 @@ from distrib.training.rendezvous import wait_for_all_ranks
 from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.telemetry.status_pipe import StatusPipe
 from distrib.training.training_state import TrainingState
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("training")
+
 
 FAILED_EXIT_SECONDS = 10.0
 """Longest exit of Python after a failure: destructors of communication libraries may wait for dead peers."""
@@ -172,18 +176,14 @@ class JobShutdown:
             if not self.closed:
                 self.close()
         except TrainingError as error:
-            print(f"distrib: rank {self._world.rank}: {error}", file=sys.stderr, flush=True)
+            log.info(f"rank {self._world.rank}: {error}", extra=PLAIN)
             exit_failed()
         except Exception as error:
             if not self._is_waiting:
                 tracebacks.print_exc()
                 exit_failed()
             # The script itself succeeded; the rank that failed reports it.
-            print(
-                f"distrib: rank {self._world.rank} could not wait for the other ranks: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            log.info(f"rank {self._world.rank} could not wait for the other ranks: {error}", extra=PLAIN)
 
 
 class ExitWatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,10 @@ from distrib.environment import (
     WORLD_SIZE,
 )
 from distrib.errors import TrainingError
+from distrib.utils.log import get_logger
 from distrib.utils.mpi_env import OMPI_LOCAL_RANK, OMPI_LOCAL_SIZE, OMPI_SIZE
+
+log = get_logger("training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +100,9 @@ def _warn_of_separate_jobs(environ: Mapping[str, str]) -> None:
     for by, size, rank in (("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("mpirun", "PMI_SIZE", "PMI_RANK")):
         count = environ.get(size, "")
         if count.isdecimal() and int(count) > 1 and environ.get(rank) == "0":
-            print(
-                f"distrib: warning: {by} started {count} processes, and each is a job of its own with one rank. For one job of them "
-                "use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"{by} started {count} processes, and each is a job of its own with one rank. For one job of them "
+                "use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI"
             )
             return
 

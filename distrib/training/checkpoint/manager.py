@@ -7,7 +7,6 @@ the newest that any rank sees. What is in the file is `distrib.training.checkpoi
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections import Counter
@@ -20,6 +19,9 @@ from distrib.training.checkpoint import checkpoint_format, replicas
 from distrib.training.collectives import JobCollectives, gather_objects
 from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.to_device import move_to_device
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("checkpoint")
 
 
 class Checkpoints:
@@ -52,11 +54,9 @@ class Checkpoints:
     def _tell_apart(self) -> None:
         if not self._told_apart:
             self._told_apart = True
-            print(
-                "distrib: note: a checkpoint in the middle of a round of --mode local has the model of the main rank alone: job.settle(), "
-                "called by every rank before job.save, makes it that of all; at the end of an epoch it is",
-                file=sys.stderr,
-                flush=True,
+            log.info(
+                "a checkpoint in the middle of a round of --mode local has the model of the main rank alone: job.settle(), "
+                "called by every rank before job.save, makes it that of all; at the end of an epoch it is"
             )
 
     def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +71,10 @@ class Checkpoints:
         if data is None:
             if self._world.rank == 0:
                 how = "warning: the job was started again, but there is" if self._run.restarts else "note:"
-                print(f"distrib: {how} no file {place}: nothing is restored", file=sys.stderr, flush=True)
+                log.info(f"{how} no file {place}: nothing is restored", extra=PLAIN)
             return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
         if source and self._world.rank == source:
-            print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
+            log.info(f"{place} is this host's: it is the newest")
         self._backend.finish_rounds()  # what is not restored goes on, too
         values, state = checkpoint_format.read(data, objects, self._device, source=os.fspath(path))
         restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
@@ -97,12 +97,10 @@ class Checkpoints:
         chosen = replicas.newest(stamps, self._run)
         if self._world.rank == 0 and (later := replicas.later(stamps, chosen)):
             rank, own, other = later
-            print(
-                f"distrib: warning: {os.fspath(path)} as rank {chosen} has it, written {_when(own)}, is gone on from; rank {rank} has one that "
+            log.warning(
+                f"{os.fspath(path)} as rank {chosen} has it, written {_when(own)}, is gone on from; rank {rank} has one that "
                 f"another run wrote later, {_when(other)}, which the next checkpoint replaces: is the older one, on rank {chosen}'s host, to "
-                "be removed?",
-                file=sys.stderr,
-                flush=True,
+                "be removed?"
             )
         return chosen
 

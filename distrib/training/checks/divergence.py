@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,10 @@ from distrib.training.collectives import collect_if_complete, gather_objects, pu
 from distrib.training.step_observer import StepObserver
 from distrib.training.strategies.ddp_module import is_in_join
 from distrib.training.training_state import TrainingState
+from distrib.utils.log import get_logger
+
+log = get_logger("checks")
+
 
 CHECK_EVERY_STEPS = 100
 """Steps between two comparisons: one costs about as much as reading the parameters once."""
@@ -171,7 +174,7 @@ class DivergenceCheck(StepObserver):
 
     def _warn(self, what: str) -> None:
         if not self._reported and self._world.rank == 0:
-            print(f"distrib: warning: {what}: {_CAUSES}", file=sys.stderr, flush=True)
+            log.warning(f"{what}: {_CAUSES}")
         self._reported = True
 
 

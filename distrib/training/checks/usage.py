@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -15,6 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distrib.errors import TrainingError
 from distrib.training.model_parameters import optimizer_parameters
 from distrib.training.training_state import TrainingState
+from distrib.utils.log import get_logger
+
+log = get_logger("checks")
+
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Names of the classes in which scripts wrap models to average gradients themselves. Importing FSDP takes long."""
@@ -121,4 +124,4 @@ class UsageChecks:
 
     def _warn(self, text: str) -> None:
         if self._strategy.world.rank == 0:
-            print(f"distrib: warning: {text}", file=sys.stderr, flush=True)
+            log.warning(f"{text}")

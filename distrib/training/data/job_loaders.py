@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,10 @@ from distrib.training.model_parameters import unwrap_model
 from distrib.training.step_observer import StepObserver
 from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.training_state import TrainingState
+from distrib.utils.log import get_logger
+
+log = get_logger("data")
+
 
 MAX_READ_AHEAD_BATCHES = 2
 """Batches without a step at the end of an epoch that are taken for read ahead, not for accumulated ones."""
@@ -154,4 +157,4 @@ class JobLoaders(StepObserver):
 
 
 def _warn(text: str) -> None:
-    print(f"distrib: warning: {text}", file=sys.stderr, flush=True)
+    log.warning(f"{text}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +19,13 @@ from distrib.training.parameter_server.chunk_buffers import ChunkBuffer, InFligh
 from distrib.training.parameter_server.server_link import ServerLink
 from distrib.training.parameter_server.shared_memory import SharedArena
 from distrib.training.parameter_server.transport import FINAL, EventLoop, Frame, FrameKind, check_payload_size, encode
+from distrib.utils.log import PLAIN, get_logger
 
 if TYPE_CHECKING:
     from distrib.training.parameter_server.host_aggregation.host_group import HostGroup
+
+log = get_logger("parameter_server")
+
 
 T = TypeVar("T")
 
@@ -258,7 +261,7 @@ class ServerConnections:
         if not link.was_reported and self.main[1] == self.rank:
             link.was_reported = True
             text = f"{name} was unreachable for {down_seconds:.0f} s; the job fails after {FAIL_AFTER_SECONDS:.0f} s"
-            print(f"distrib: {text}", file=sys.stderr, flush=True)
+            log.info(f"{text}", extra=PLAIN)
         if down_seconds > FAIL_AFTER_SECONDS:
             hint = "read its log; --replicas 1 survives the loss of a server"
             if self.replicas:

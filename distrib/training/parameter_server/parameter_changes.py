@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+
+from distrib.utils.log import get_logger
+
+log = get_logger("parameter_server")
+
 
 FULL_CHECK_STEPS = frozenset({1, 2, 10, 100, 1000})
 """Steps after which all parameters are checked; a check reads all of them once."""
@@ -95,11 +99,8 @@ class ParameterChangeCheck:
             self._has_warned = True
             self._fingerprints.clear()
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            print(
-                f"distrib: warning: the script has changed {self._name(changed[0])}{more} itself. In mode async the values of "
-                "the servers overwrite such changes. Set values before job.prepare or with load_state_dict, or use --mode sync",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            log.warning(f"the script has changed {self._name(changed[0])}{more} itself. In mode async the values of "
+                "the servers overwrite such changes. Set values before job.prepare or with load_state_dict, or use --mode sync")  # fmt: skip
 
     def clear(self) -> None:
         """Forget all parameters, as values were loaded."""

@@ -11,7 +11,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +34,10 @@ from distrib.training.parameter_server.shard_service import ShardService
 from distrib.training.parameter_server.snapshots import Snapshots
 from distrib.training.parameter_server.transport import Connection, EventLoop, Frame, FrameKind, decode, encode
 from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("parameter_server")
+
 
 TICK_SECONDS = 0.5
 
@@ -375,7 +378,7 @@ def report(text: str) -> None:
     Args:
         text: The line, without the name of the server.
     """
-    print(f"distrib: parameter server {os.environ.get(DISTRIB_SERVER, '?')}: {text}", file=sys.stderr, flush=True)
+    log.info(f"parameter server {os.environ.get(DISTRIB_SERVER, '?')}: {text}", extra=PLAIN)
 
 
 def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], bytes]:
@@ -414,7 +417,7 @@ def main() -> int:
         number, workers = int(os.environ[DISTRIB_SERVER]), int(os.environ[WORLD_SIZE])
         server = ParameterServer(number, addresses, workers, key, strategy_from_environment(os.environ))
     except (DistribError, OSError) as error:
-        print(f"distrib: parameter server: {error}", file=sys.stderr)
+        log.info(f"parameter server: {error}", extra=PLAIN)
         return 1
 
     def end(*_: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +36,10 @@ from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.all_reduce import AllReduceStrategy
 from distrib.training.strategies.ddp_module import DdpModule, frozen_after_prepare, hidden_attributes
 from distrib.training.world import World
+from distrib.utils.log import get_logger
+
+log = get_logger("training")
+
 
 MIB = 1 << 20
 
@@ -258,7 +261,7 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
 
 def _note(text: str) -> None:
     if dist.get_rank() == 0:
-        print(f"distrib: note: {text}", file=sys.stderr, flush=True)
+        log.info(f"{text}")
 
 
 def _was_called(model: nn.Module) -> bool:

@@ -12,7 +12,6 @@ back half and half with what they have become meanwhile.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,10 @@ from distrib.training.model_parameters import exclude_model, optimizer_parameter
 from distrib.training.strategies.all_reduce import SynchronizedBuffers, unprepared_parameter
 from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.telemetry.device_timer import DeviceTimer
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("training")
+
 
 MIXED = 0.5
 """The share of a rank's own parameters when an overlapped exchange comes back (Streaming DiLoCo's alpha)."""
@@ -113,11 +116,10 @@ class LocalSgdStrategy(TrainingStrategy):
         round_.go_on()
         if round_.is_too_short and self.world.rank == 0:
             longer = "" if (self.settings.inner_steps or INNER_STEPS) > FEW_STEPS else ", or --inner-steps 16 or more"
-            print(
-                f"distrib: mode local: there were {round_.rounds} rounds in {LOOK_STEPS} steps, too short ones for an outer momentum "
+            log.info(
+                f"mode local: there were {round_.rounds} rounds in {LOOK_STEPS} steps, too short ones for an outer momentum "
                 f"on top of that of {type(optimizer).__name__}, which together may take parameters too far: use --outer average{longer}",
-                file=sys.stderr,
-                flush=True,
+                extra=PLAIN,
             )
         self._waits.append((begun, self._clock.mark()))
         self._count_waits()

@@ -202,7 +202,7 @@ def gpu_warnings(inventories: Mapping[str, Inventory]) -> list[str]:
     Args:
         inventories: Inventories by host.
     """
-    from distrib_launch.preflight.host_checks import unhealthy_gpus
+    from distrib_launch.preflight.gpu_health import unhealthy_gpus
 
     found = unhealthy_gpus({host: facts.gpus for host, facts in inventories.items()})
     return [f"{result.host}: {result.reason}; {result.fix}" for result in found]

@@ -1,50 +1,48 @@
-"""Facts of hosts against what the job needs of them. Pure: inventories in, cells of the preflight's table out.
+"""Checks of the hosts' inventories against the requirements of the job. Pure.
 
-What certainly breaks the job is an error: it stops the launch. What may hurt is a warning: it is said, and kept.
+An error certainly breaks the job and stops the launch. A warning is shown and kept in the result.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from distrib.cluster.inventory import Gpu, GpuHolder, Inventory
+from distrib.cluster.inventory import GpuHolder, Inventory
 from distrib.units import binary_size_text, format_rate
-from distrib.utils.ranges import ranges
 from distrib_launch.engines.remote_shell import Transport
 from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
 from distrib_launch.preflight.check_result import CheckResult, HostRequirements, error, warning
+from distrib_launch.preflight.gpu_health import unhealthy_gpus
 from distrib_launch.rank_agent.affinity import count_gpus
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM_BYTES = 64 * MIB
-"""What containers have where nobody asks for more."""
+"""Default of containers."""
 NO_DISK_BYTES = MIB
 SMALL_DISK_BYTES = GIB
-CLOCK_SECONDS = 0.5
-HIDDEN_BYTES = 256 * MIB
-"""Less GPU memory than this in use is the driver's own."""
-LEAST_FILES = 128
-"""With fewer open files ranks do not start."""
+MAX_CLOCK_OFFSET_SECONDS = 0.5
+DRIVER_GPU_MEMORY_BYTES = 256 * MIB
+"""GPU memory in use below this is the driver's own."""
+MIN_OPEN_FILES = 128
+"""Ranks do not start with fewer open files."""
 PROCESSES_OF_RANK = 64
 """Threads of Python, torch, MPI and NCCL, and some processes that load data."""
-LOW_POWER = 0.98
-"""A limit below this part of the others' is another one."""
 
 LAYERS = {"Ethernet": "RoCE"}
-"""What RDMA over a link layer is called, where that is not the layer's own name."""
+"""Name of RDMA over a link layer if it is not the layer's name."""
 
-OLDEST_PYTHON = (3, 10)
+MIN_PYTHON = (3, 10)
 
 
 class CheckInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known when hosts are judged.
+    """Inventories, requirements and files that the checks compare.
 
-    `clock_offsets` are how far each clock is ahead of the launcher's, as the smallest offset that the exchange allows.
-    `here` is this machine: its files are the ones that the others should have.
+    `clock_offsets` are seconds that each clock is ahead of the launcher's. `local` is this machine: other hosts should have
+    its files.
     """
 
     inventories: Mapping[str, Inventory]
@@ -58,7 +56,11 @@ class CheckInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_checks(inputs: CheckInputs) -> list[CheckResult]:
-    """Everything that is wrong with the hosts that answered."""
+    """Run all checks.
+
+    Args:
+        inputs: Inventories and requirements.
+    """
     return [check for check_all in CHECKS for check in check_all(inputs)]
 
 
@@ -66,7 +68,12 @@ def run_checks(inputs: CheckInputs) -> list[CheckResult]:
 
 
 def odd_ones(values: Mapping[str, str], own: str | None = None) -> tuple[str, dict[str, str]]:
-    """The commonest value, and the hosts that have another. Among equally common ones `own` wins, else the first."""
+    """Return the commonest value, and the hosts with other values.
+
+    Args:
+        values: Values by host.
+        own: Value that wins among equally common ones; None: the first.
+    """
     counts = Counter(values.values())
     common = max(counts, key=lambda value: (counts[value], value == own))
     return common, {host: value for host, value in values.items() if value != common}
@@ -76,7 +83,7 @@ def _differing(
     check: str, what: str, values: Mapping[str, str | None], own: str | None,
     fix: Callable[[str, str], str], *, serious: bool = True,
 ) -> Iterator[CheckResult]:  # fmt: skip
-    """Cells for hosts whose version is not that of the most; `fix` makes one from host and common version."""
+    """Return results for hosts with another version than most; `fix` takes host and common version."""
     if not values:
         return
     common, odd = odd_ones({host: value or "" for host, value in values.items()}, own or "")
@@ -102,7 +109,7 @@ def _packages(e: CheckInputs, name: str) -> dict[str, str | None]:
 def python(e: CheckInputs) -> Iterator[CheckResult]:
     values: dict[str, str | None] = {}
     for host, facts in e.inventories.items():
-        if tuple(map(int, facts.python.split(".")[:2])) < OLDEST_PYTHON:
+        if tuple(map(int, facts.python.split(".")[:2])) < MIN_PYTHON:
             yield error(host, "python", f"Python {facts.python} is too old", "distrib needs Python 3.10 or later")
         else:
             values[host] = facts.python.rpartition(".")[0]
@@ -199,15 +206,15 @@ def cuda(e: CheckInputs) -> Iterator[CheckResult]:
             )  # fmt: skip
 
 
-LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+MIN_DRIVER_BY_CUDA = {11: 450, 12: 525, 13: 580}
 """By the major version of CUDA, the branch of drivers that all of its minor versions run with: NVIDIA's CUDA compatibility document,
 "minor version compatibility". Data centers' GPUs bear older ones where the package cuda-compat is installed."""
 
 
 def _least_driver(facts: Inventory) -> int | None:
-    """The driver that torch asks for there, where it has an older one."""
+    """Return the driver branch that torch needs if the host has an older one."""
     major, driver = (text.partition(".")[0] for text in (facts.torch_cuda or "", facts.driver or ""))
-    least = LEAST_DRIVERS.get(int(major)) if major.isdigit() and driver.isdigit() else None
+    least = MIN_DRIVER_BY_CUDA.get(int(major)) if major.isdigit() and driver.isdigit() else None
     return least if least and int(driver) < least else None
 
 
@@ -290,7 +297,7 @@ def gpu_memory(e: CheckInputs) -> Iterator[CheckResult]:
             gpu = next((gpu for gpu in facts.gpus if gpu.index == index), None)
             used = (gpu and gpu.used_memory_bytes) or 0
             holders = [holder for holder in facts.gpu_holders if index in holder.gpus]
-            if gpu is None or not (used > HIDDEN_BYTES or any(holder.listed for holder in holders)):
+            if gpu is None or not (used > DRIVER_GPU_MEMORY_BYTES or any(holder.listed for holder in holders)):
                 continue
             if holders:
                 who = ", ".join(_holder(holder) for holder in holders[:3])
@@ -305,7 +312,7 @@ def gpu_memory(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def gpu_health(e: CheckInputs) -> Iterator[CheckResult]:
-    """Of the GPUs that ranks will use those that are slower or less sound than others of their kind: all ranks wait for them."""
+    """Compare the GPUs that ranks will use with others of their kind."""
     return unhealthy_gpus(
         {
             host: [gpu for gpu in facts.gpus if gpu.index in _gpu_indices(e, host)]
@@ -313,76 +320,6 @@ def gpu_health(e: CheckInputs) -> Iterator[CheckResult]:
             if _gpu_job(e, host)
         }
     )
-
-
-def unhealthy_gpus(used: Mapping[str, Sequence[Gpu]]) -> Iterator[CheckResult]:
-    """Of the GPUs of each host those that are slower or less sound than others of their kind."""
-    kinds: dict[str | None, list[Gpu]] = {}
-    for gpu in (gpu for gpus in used.values() for gpu in gpus):
-        kinds.setdefault(gpu.kind, []).append(gpu)
-    for host, gpus in used.items():
-        found: dict[tuple[str, str], list[int]] = {}
-        for gpu in gpus:
-            for told in _gpu_problems(gpu, kinds[gpu.kind]):
-                found.setdefault(told, []).append(gpu.index)
-        for (reason, fix), indices in found.items():
-            which = f"GPU {indices[0]}" if len(indices) == 1 else f"GPUs {ranges(indices)}"
-            yield warning(host, "gpus", f"{which}: {reason}", fix)
-
-
-def _gpu_problems(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
-    """What is wrong with a GPU, and what to do; `alike` are all of its kind."""
-    health = gpu.health
-    up = _most([one.health.nvlinks_up for one in alike])
-    if health.nvlinks_up is not None and up is not None and health.nvlinks_up < up:
-        yield (
-            f"{health.nvlinks_up} NVLinks are up, {up:g} with the others of its kind",
-            "nvidia-smi nvlink -s there; a reset or a new seat of the board brings links back",
-        )
-    lanes = _most([one.pcie_width_now for one in alike])
-    if (
-        gpu.has_narrow_link and lanes is not None and (gpu.pcie_width_now or 0) < lanes
-    ):  # not where idle links are narrowed
-        yield (
-            f"its PCIe link has {gpu.pcie_width_now} lane{'s' * (gpu.pcie_width_now != 1)}, {lanes:g} with others of its kind",
-            "reseat the card, and look at its riser and the slot's settings in the BIOS",
-        )
-    if health.slowed_by:
-        heat = health.temperature_celsius
-        hot = f" ({heat} C)" if heat is not None and "heat" in health.slowed_by else ""
-        yield (
-            f"slowed down by {' and '.join(health.slowed_by)}{hot}",
-            "see to fans, air and power supplies; nvidia-smi -q -d PERFORMANCE",
-        )
-    watts = _most([one.health.power_limit_watts for one in alike])
-    if health.power_limit_watts is not None and watts is not None and health.power_limit_watts < LOW_POWER * watts:
-        yield (
-            f"limited to {health.power_limit_watts:g} W, {watts:g} W with the others of its kind",
-            f"nvidia-smi -pl {watts:g} there, if the power supplies allow it",
-        )
-    if health.has_bad_memory:
-        yield "bad rows of its memory could not be replaced", "have it exchanged; nvidia-smi -q -d ROW_REMAPPER"
-    elif health.needs_reset:
-        yield (
-            "bad rows of its memory wait to be replaced",
-            "reset it when idle: nvidia-smi --gpu-reset, or boot the host again",
-        )
-    elif health.uncorrected_errors:
-        yield (
-            f"{health.uncorrected_errors} uncorrected error(s) of its memory since the driver was loaded",
-            "jobs may end by such; nvidia-smi -q -d ECC, and reset it when idle: nvidia-smi --gpu-reset",
-        )
-    if health.has_fabric is False:
-        yield (
-            "its NVSwitches are not set up, without which CUDA may not start (error 802)",
-            "systemctl status nvidia-fabricmanager there, which must be of the driver's version",
-        )
-
-
-def _most(values: Iterable[float | None]) -> float | None:
-    """The commonest of the values that are known, of equally common ones the largest."""
-    counts = Counter(value for value in values if value is not None)
-    return max(counts, key=lambda value: (counts[value], value), default=None)
 
 
 def _holder(holder: GpuHolder) -> str:
@@ -395,7 +332,7 @@ def _holder(holder: GpuHolder) -> str:
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def twice(e: CheckInputs) -> Iterator[CheckResult]:
+def duplicates(e: CheckInputs) -> Iterator[CheckResult]:
     names: dict[tuple[str, str], str] = {}
     for host, facts in e.inventories.items():
         other = names.setdefault((facts.network_identity, facts.hostname), host)
@@ -460,13 +397,13 @@ def limits(e: CheckInputs) -> Iterator[CheckResult]:
                 "raise pids.max: docker run --pids-limit, TasksMax= of the service or user slice",
             )  # fmt: skip
         if files is not None and files < 1024:
-            make = error if files < LEAST_FILES else warning
+            make = error if files < MIN_OPEN_FILES else warning
             yield make(host, "limits", f"{files} open files at most", "ulimit -n 65536, or nofile in limits.conf")
 
 
 def clock(e: CheckInputs) -> Iterator[CheckResult]:
     for host, offset in e.clock_offsets.items():
-        if abs(offset) > CLOCK_SECONDS:
+        if abs(offset) > MAX_CLOCK_OFFSET_SECONDS:
             yield warning(
                 host, "clock", f"its clock is at least {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this one",
                 "run chrony or systemd-timesyncd there; logs and file times mislead",
@@ -474,7 +411,7 @@ def clock(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def rdma(e: CheckInputs) -> Iterator[CheckResult]:
-    """Hosts that hold the others back on InfiniBand or RoCE, or have it and cannot use it: all would go over TCP without a word."""
+    """Find hosts whose InfiniBand or RoCE cannot be used, so that all communication would use TCP silently."""
     if len({facts.network_identity for facts in e.inventories.values()}) < 2:
         return
     for host, facts in e.inventories.items():
@@ -510,4 +447,19 @@ def rdma(e: CheckInputs) -> Iterator[CheckResult]:
             )  # fmt: skip
 
 
-CHECKS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock, rdma)
+CHECKS = (
+    duplicates,
+    python,
+    distrib,
+    mpi,
+    torch,
+    cuda,
+    script,
+    gpus,
+    gpu_health,
+    gpu_memory,
+    machine,
+    limits,
+    clock,
+    rdma,
+)

@@ -294,7 +294,7 @@ def check_hosts(
         targets = _host_targets(report.network, replies)
         if not replies.own_names.intersection(requirements):
             own = launcher_addresses(apply_network(plan, report, replies, environ))
-            targets += _local_target(own, sessions)
+            targets += local_target(own, sessions)
         tested = connect_all(targets, list(requirements), report.network.subnet, sessions)
         if not tested.failures:
             return report, replies
@@ -326,7 +326,13 @@ def _host_targets(network: ClusterNetwork, replies: HostReplies) -> list[ProbeTa
     ]
 
 
-def _local_target(addresses: Collection[str], sessions: HostSessions) -> list[ProbeTarget]:
+def local_target(addresses: Collection[str], sessions: HostSessions) -> list[ProbeTarget]:
+    """Return this machine as a target of test connections.
+
+    Args:
+        addresses: Its addresses.
+        sessions: Sessions that listen on this machine.
+    """
     ports = sessions.listen()
     return [ProbeTarget(host="", addresses=tuple(sorted(addresses)), ports=ports, from_all=True)] if ports else []
 
@@ -463,70 +469,6 @@ def _seen_as(report: PreflightReport, replies: HostReplies) -> tuple[str, ...]:
     addresses = dict.fromkeys(connection[0] if connection else "127.0.0.1" for connection in told)
     ours = all(not address.startswith("127.") and address != "::1" and is_here(address) for address in addresses)
     return tuple(addresses) if ours else ()
-
-
-# -- after the start --------------------------------------------------------------------------------------------------
-
-
-def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None]) -> PreflightError | None:
-    """Query hosts that did not start their ranks.
-
-    Args:
-        plan: Plan of the launch.
-        hosts: Hosts without ranks.
-        say: Called with notices about hosts that take long.
-
-    Returns:
-        The reasons; None if all of them seem healthy.
-    """
-    silent = [host for host in plan.hosts if host.name in hosts]
-    question = question_of(plan)
-    if (remote := engines.shell_to_hosts(plan)) is None:
-        return None
-    with HostSessions() as sessions:
-        replies = query_plan_hosts(plan, silent, question, remote, sessions, say)
-        of_plan = requirements_of(plan, replies, os.environ)
-        requirements = {host: needs for host, needs in of_plan.items() if host in hosts}
-        target = _local_target(plan.listen or launcher_addresses(plan), sessions)
-        tested = connect_all(target, list(requirements), None, sessions)
-        replies = msgspec.structs.replace(replies, rounds=(tested,))
-    report = evaluate(replies, requirements, question=question, interface=None, environ=os.environ)
-    return report.refusal() if report.errors else None
-
-
-RUNTIME_CHECKS = ("ssh", "srun", "cuda", "gpus", "network")
-"""Checks of which a change during the job makes other ranks wait."""
-
-
-def recheck(plan: LaunchPlan, sessions: HostSessions) -> list[str]:
-    """Query the hosts of a running job, and test the connections between the addresses that they use.
-
-    Args:
-        plan: Plan of the job.
-        sessions: Owner of new connections.
-
-    Returns:
-        Errors, and warnings about GPUs and the network, as lines.
-    """
-    remote = engines.shell_to_hosts(plan)
-    assert remote
-    question = question_of(plan)
-    replies = query_plan_hosts(plan, plan.hosts, question, remote, sessions, lambda _: None, in_processes=True)
-    targets = [
-        ProbeTarget(host=host.name, addresses=(host.address,), ports=ports)
-        for host in plan.hosts
-        if host.address and (ports := replies.by_host[host.name].ports)
-    ]
-    hosts = [host.name for host in plan.hosts if replies.by_host[host.name].inventory]
-    tested = connect_all(targets, hosts, None, sessions)
-    requirements = requirements_of(plan, replies, os.environ)
-    checks = evaluate(replies, requirements, question=question, interface=None, environ={}).checks
-    found = [
-        check
-        for check in (*explain_host_failures(tested), *checks)
-        if check.status in ("error", "warning") and check.check in RUNTIME_CHECKS
-    ]
-    return fold_by_host((check.host, str(check)) for check in found)
 
 
 def question_of(plan: LaunchPlan) -> InventoryQuery:

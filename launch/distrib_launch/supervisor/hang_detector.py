@@ -10,7 +10,7 @@ from typing import Any
 from distrib_launch import engines, results
 from distrib_launch.console import Console
 from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.preflight import preflight
+from distrib_launch.preflight import running_job
 from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor import hang_report
@@ -254,7 +254,7 @@ class NetworkRecheck:
 
     def _check(self) -> None:
         try:
-            problems = preflight.recheck(self._plan, self._connections)
+            problems = running_job.recheck(self._plan, self._connections)
         except Exception as error:  # must not end the job; closing the connections raises, too
             problems = [f"the hosts could not be checked again: {error}"]
         if self._problems is None:

@@ -1,0 +1,84 @@
+"""Preflight queries after the start of a job: to hosts that did not start their ranks, and during a hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from distrib.errors import PreflightError
+from distrib_launch import engines
+from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.preflight.check_result import fold_by_host
+from distrib_launch.preflight.connectivity import ProbeTarget, connect_all, explain_host_failures
+from distrib_launch.preflight.host_sessions import HostSessions
+from distrib_launch.preflight.preflight import (
+    evaluate,
+    launcher_addresses,
+    local_target,
+    query_plan_hosts,
+    question_of,
+    requirements_of,
+)
+
+
+def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None]) -> PreflightError | None:
+    """Query hosts that did not start their ranks.
+
+    Args:
+        plan: Plan of the launch.
+        hosts: Hosts without ranks.
+        say: Called with notices about hosts that take long.
+
+    Returns:
+        The reasons; None if all of them seem healthy.
+    """
+    silent = [host for host in plan.hosts if host.name in hosts]
+    question = question_of(plan)
+    if (remote := engines.shell_to_hosts(plan)) is None:
+        return None
+    with HostSessions() as sessions:
+        replies = query_plan_hosts(plan, silent, question, remote, sessions, say)
+        of_plan = requirements_of(plan, replies, os.environ)
+        requirements = {host: needs for host, needs in of_plan.items() if host in hosts}
+        target = local_target(plan.listen or launcher_addresses(plan), sessions)
+        tested = connect_all(target, list(requirements), None, sessions)
+        replies = msgspec.structs.replace(replies, rounds=(tested,))
+    report = evaluate(replies, requirements, question=question, interface=None, environ=os.environ)
+    return report.refusal() if report.errors else None
+
+
+RUNTIME_CHECKS = ("ssh", "srun", "cuda", "gpus", "network")
+"""Checks of which a change during the job makes other ranks wait."""
+
+
+def recheck(plan: LaunchPlan, sessions: HostSessions) -> list[str]:
+    """Query the hosts of a running job, and test the connections between the addresses that they use.
+
+    Args:
+        plan: Plan of the job.
+        sessions: Owner of new connections.
+
+    Returns:
+        Errors, and warnings about GPUs and the network, as lines.
+    """
+    remote = engines.shell_to_hosts(plan)
+    assert remote
+    question = question_of(plan)
+    replies = query_plan_hosts(plan, plan.hosts, question, remote, sessions, lambda _: None, in_processes=True)
+    targets = [
+        ProbeTarget(host=host.name, addresses=(host.address,), ports=ports)
+        for host in plan.hosts
+        if host.address and (ports := replies.by_host[host.name].ports)
+    ]
+    hosts = [host.name for host in plan.hosts if replies.by_host[host.name].inventory]
+    tested = connect_all(targets, hosts, None, sessions)
+    requirements = requirements_of(plan, replies, os.environ)
+    checks = evaluate(replies, requirements, question=question, interface=None, environ={}).checks
+    found = [
+        check
+        for check in (*explain_host_failures(tested), *checks)
+        if check.status in ("error", "warning") and check.check in RUNTIME_CHECKS
+    ]
+    return fold_by_host((check.host, str(check)) for check in found)
