@@ -20,7 +20,7 @@ from distrib_launch import engines, results, run_directory
 from distrib_launch.console import Console
 from distrib_launch.launch_options import GRACE_SECONDS
 from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.preflight import preflight
+from distrib_launch.preflight import preflight, running_job
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.assignments import send_assignments, warn_few_cpus
 from distrib_launch.supervisor.engine_process import STARTING_SECONDS, EngineProcess
@@ -135,7 +135,7 @@ class Supervisor:
                 self._run()
         except _NotStarted as failed:  # the hosts are asked where a signal can interrupt that
             if not self._interrupts:
-                found = preflight.diagnose(self.job.plan, failed.hosts, self.job.console.say)
+                found = running_job.diagnose(self.job.plan, failed.hosts, self.job.console.say)
                 raise found or failed.error from None
         if self._engine and (why := self._outcome.check_cancelled(self._engine.output)):
             self.job.warnings.append(why)
