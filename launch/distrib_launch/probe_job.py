@@ -150,7 +150,7 @@ class _ProbeLaunches:
 
     def _ended(self) -> bool:
         result = self.outcome.result
-        return not result or result.status != "failed" or _has(ProbeEnded, self.journal.read())
+        return not result or result.status != "failed" or _contains_record(ProbeEnded, self.journal.read())
 
     def _may_relaunch(self) -> bool:
         """Handle the failure of a launch. Returns True if another launch may succeed."""
@@ -188,7 +188,7 @@ class _ProbeLaunches:
             if last.status == "stopped":
                 why, self.outcome.interrupt_code = "interrupted", last.exit_code
             elif last.status != "succeeded":
-                why = _message(last.first_failure, last)
+                why = _failure_message(last.first_failure, last)
         except KeyboardInterrupt as interrupt:
             why, self.outcome.interrupt_code = "interrupted", signals.exit_code(interrupt)
         except DistribError as error:
@@ -203,16 +203,18 @@ class _ProbeLaunches:
         if (
             result
             and result.status == "failed"
-            and not (useful or self.outcome.all_reduce_failure or _has(ProbeEnded, records))
+            and not (useful or self.outcome.all_reduce_failure or _contains_record(ProbeEnded, records))
         ):
-            raise LaunchError(f"the probe failed: {_message(result.first_failure, result)}", hint=f"see {folder}/ranks")
+            raise LaunchError(
+                f"the probe failed: {_failure_message(result.first_failure, result)}", hint=f"see {folder}/ranks"
+            )
 
 
-def _message(failure: Failure | None, result: Result) -> str:
+def _failure_message(failure: Failure | None, result: Result) -> str:
     return failure.message if failure else result.status
 
 
-def _has(kind: type, records: Iterable[Record]) -> bool:
+def _contains_record(kind: type, records: Iterable[Record]) -> bool:
     return any(isinstance(record, kind) for record in records)
 
 

@@ -25,7 +25,7 @@ def find_lost_hosts(inputs: CheckInputs) -> Iterator[Finding]:
         silent = _is_silent(host, own)
         if not silent and all(map(_stalled, own.values())):
             yield Finding(
-                kind="mtu", severity=_severity(inputs), what=f"{host}, with most hosts: {PROBABLY_MTU}",
+                kind="mtu", severity=_failure_severity(inputs), what=f"{host}, with most hosts: {PROBABLY_MTU}",
                 evidence=evidence, advice=f"{CHECK_MTU}; else check rate, duplex and errors of {host}'s NIC (ethtool -S)",
                 hosts=(host,), ratio=0.0, loss=1.0,
             )  # fmt: skip
@@ -33,7 +33,7 @@ def find_lost_hosts(inputs: CheckInputs) -> Iterator[Finding]:
         whom = "any other host" if len(own) == count else f"{len(peers)} other host(s)"
         hung = ", and what keeps its processes from running (ps, dmesg)" if silent else ""
         yield Finding(
-            kind="host_lost", severity=_severity(inputs), what=f"{host} could not be measured with {whom}",
+            kind="host_lost", severity=_failure_severity(inputs), what=f"{host} could not be measured with {whom}",
             evidence=evidence, advice=f"check that {host} is up and reachable{hung}", hosts=(host,), ratio=0.0, loss=1.0,
         )  # fmt: skip
 
@@ -52,7 +52,7 @@ def find_unmeasured_pairs(inputs: CheckInputs) -> Iterator[Finding]:
         elif NO_REPLY in why:
             advice = "check that both hosts are up, and what keeps their processes from running"
         yield Finding(
-            kind=kind, severity=_severity(inputs), what=f"{source} to {target}: {what}", evidence=why, advice=advice,
+            kind=kind, severity=_failure_severity(inputs), what=f"{source} to {target}: {what}", evidence=why, advice=advice,
             hosts=(source, target), source=source, target=target, ratio=0.0, loss=0.5,
         )  # fmt: skip
 
@@ -71,7 +71,7 @@ def lost_host_finding(host: str, why: str) -> Finding:
     )  # fmt: skip
 
 
-def _severity(inputs: CheckInputs) -> Severity:
+def _failure_severity(inputs: CheckInputs) -> Severity:
     return "error" if inputs.judges_links else "warning"
 
 

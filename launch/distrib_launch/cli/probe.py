@@ -235,7 +235,7 @@ class _ProbeCommand:
         known = {facts.host for record in records if isinstance(record, ProbeStarted) for facts in record.facts}
         present = tuple(host for host in now.hosts if host not in outcome.left_out or host in known)
         now = msgspec.structs.replace(now, hosts=present)
-        notes = [*_notes(records, outcome, known), *outcome.notes]
+        notes = [*_collect_notes(records, outcome, known), *outcome.notes]
         if self.baseline:
             findings += find_regressions(self.baseline, now)
             notes.append(describe_comparison(self.baseline, now))
@@ -332,7 +332,7 @@ def _read_inventories(run_dir: Path) -> dict[str, Inventory]:
         return {}
 
 
-def _notes(records: Sequence[Record], outcome: ProbeOutcome, known: set[str]) -> list[str]:
+def _collect_notes(records: Sequence[Record], outcome: ProbeOutcome, known: set[str]) -> list[str]:
     """Return notes on hosts that were left out, and those of the last run of each stage."""
     by_stage = {record.stage: record.notes for record in records if isinstance(record, StageDone)}
     left_out = [
