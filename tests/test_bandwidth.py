@@ -19,8 +19,8 @@ from distrib.bandwidth_model.recommendations import (
     best_equivalent,
     convergence_effect,
     is_equivalent,
-    launch_options,
     recommend,
+    strategy_options,
 )
 from distrib.bandwidth_model.scaling import needed_bandwidth, predict_limit, predict_step
 from distrib.bandwidth_model.step_timeline import Transfer
@@ -902,7 +902,7 @@ def test_options_choose_the_strategy():
     for advice in recommend(lab(), job(), hosts=4, ranks_per_host=2):
         chosen = training_options.strategy_of(launch.parser().parse_args([*advice.options, "train.py"]))
         assert chosen == advice.strategy
-    assert launch_options(Strategy(bucket_bytes=5 << 20)) == ("--bucket", "5MiB")
+    assert strategy_options(Strategy(bucket_bytes=5 << 20)) == ("--bucket", "5MiB")
 
 
 counts = st.none() | st.integers(1, 1000)
@@ -939,7 +939,7 @@ def test_every_strategy_has_options_that_choose_it(strategy):
         validate_strategy(strategy)
     except ConfigError:
         assume(False)
-    words = [*launch_options(strategy), "train.py"]
+    words = [*strategy_options(strategy), "train.py"]
     assert training_options.strategy_of(launch.parser().parse_args(words)) == strategy
 
 

@@ -26,7 +26,7 @@ from distrib.cluster.hostfile import (
     read_hostfile,
     slurm_hosts,
 )
-from distrib.cluster.hosts import Notes, Place
+from distrib.cluster.hosts import Notes, SourcePlace
 from distrib.cluster.slurm import gpus_per_host
 from distrib.errors import HostfileError
 
@@ -493,9 +493,9 @@ def test_nothing_to_note(text: str) -> None:
 
 
 def test_a_dialect_with_a_grammar_of_its_own_is_registered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def parse(text: str, source: str, notes: Notes) -> Iterator[tuple[Host, Place]]:
+    def parse(text: str, source: str, notes: Notes) -> Iterator[tuple[Host, SourcePlace]]:
         for number, line in enumerate(text.splitlines()[1:], 1):
-            yield Host(name=line, slots=2, line=number + 1), Place(source, number + 1)
+            yield Host(name=line, slots=2, line=number + 1), SourcePlace(source, number + 1)
 
     lsf = HostfileDialect("lsf", recognizes=lambda text: text.startswith("%LSF"), parse=parse)
     monkeypatch.setattr("distrib.cluster.hostfile.DIALECTS", [lsf, *DIALECTS])

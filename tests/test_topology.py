@@ -27,9 +27,9 @@ from distrib.cluster.measurements import (
     Collective,
     IntraNodeLinkMeasurement,
     LinkMeasurement,
-    Machine,
     Measurements,
     Point,
+    SharedMachine,
 )
 from distrib.cluster.measurements_io import decode_measured, encode_measured, split_measured
 from distrib.cluster.measurements_writer import write_measured
@@ -544,7 +544,7 @@ switches:
 FOUND = measured(
     pair("n1", "n2", 1e8, curve=CURVE),
     hosts=("n1", "n2", "n3"),
-    machines=(Machine(hosts=("n1", "n3"), processors=8), Machine(hosts=("n2",), processors=2)),
+    machines=(SharedMachine(hosts=("n1", "n3"), processors=8), SharedMachine(hosts=("n2",), processors=2)),
     inside=(
         IntraNodeLinkMeasurement(
             host="n1", source="memory", target="memory", bandwidth_bytes_per_second=1e10, variation=1e-7

@@ -90,7 +90,7 @@ def recommend(
             prediction=predictions[each],
             exact=each.exact,
             convergence=convergence_effect(each),
-            options=launch_options(each),
+            options=strategy_options(each),
         )
         for each in shown
     ]
@@ -300,7 +300,7 @@ def _larger_batches(fabric: Fabric, workload: Workload, strategy: Strategy) -> l
         if prediction.fits_memory is not False:
             found.append(
                 Recommendation(
-                    strategy=strategy, prediction=prediction, exact=False, convergence=_larger_batch_effect(times), options=launch_options(strategy),
+                    strategy=strategy, prediction=prediction, exact=False, convergence=_larger_batch_effect(times), options=strategy_options(strategy),
                     batch=larger.batch,
                 )
             )  # fmt: skip
@@ -351,7 +351,7 @@ def convergence_effect(strategy: Strategy) -> str:
     return "; ".join(effects) or SAME_AS_SYNC
 
 
-def launch_options(strategy: Strategy) -> tuple[str, ...]:
+def strategy_options(strategy: Strategy) -> tuple[str, ...]:
     """Return the options of `distrib-launch` that select a strategy.
 
     Args:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, Place, merge_mentions, shown
+from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, SourcePlace, merge_mentions, shown
 
 MAX_SLOTS = 100_000
 MAX_NAME = 253
@@ -48,14 +48,14 @@ def parse_host_list(text: str, source: str = "-H") -> HostList:
         HostfileError: The list is invalid.
     """
     notes = Notes()
-    place = Place(source, column=1)
+    place = SourcePlace(source, column=1)
     if not text.strip():
         raise place.error("no hosts", "write -H HOST:SLOTS,HOST:SLOTS or name a hostfile")
     hosts = merge_mentions(list_mentions(text, place, notes), notes)
     return HostList(hosts=hosts, source=source, dialect="inline", notes=notes.lines())
 
 
-def list_mentions(text: str, place: Place, notes: Notes) -> Iterator[tuple[Host, Place]]:
+def list_mentions(text: str, place: SourcePlace, notes: Notes) -> Iterator[tuple[Host, SourcePlace]]:
     """Expand a list to host names.
 
     Args:
@@ -75,7 +75,7 @@ def list_mentions(text: str, place: Place, notes: Notes) -> Iterator[tuple[Host,
             yield Host(name=name, slots=expression.slots, user=expression.user), at
 
 
-def split_list(text: str, place: Place) -> Iterator[tuple[str, Place]]:
+def split_list(text: str, place: SourcePlace) -> Iterator[tuple[str, SourcePlace]]:
     """Split a list at the commas outside brackets.
 
     Args:
@@ -100,7 +100,7 @@ def split_list(text: str, place: Place) -> Iterator[tuple[str, Place]]:
         start = match.end() + 1
 
 
-def parse_expression(text: str, place: Place, notes: Notes) -> Expression:
+def parse_expression(text: str, place: SourcePlace, notes: Notes) -> Expression:
     """Parse one item of a list: `[user@]host[:slots]`, where host may be an address or contain ranges.
 
     Args:
@@ -138,7 +138,7 @@ def parse_expression(text: str, place: Place, notes: Notes) -> Expression:
     return Expression(_names(name, at_host), user or None, slots, "[" in name)
 
 
-def _split_count(host: str, place: Place) -> tuple[str, str | None, Place]:
+def _split_count(host: str, place: SourcePlace) -> tuple[str, str | None, SourcePlace]:
     """Split `host:count` and remove the brackets of IPv6; returns the host, the count and its position."""
     if address := _BRACKETED_ADDRESS.fullmatch(host):
         if not _is_ipv6(address[1]):
@@ -165,7 +165,7 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-def _names(name: str, place: Place) -> Iterator[str]:
+def _names(name: str, place: SourcePlace) -> Iterator[str]:
     """Yield the host names of an expression, rightmost range fastest, each checked."""
     if ":" in name and _is_ipv6(name):
         yield name
@@ -195,7 +195,7 @@ def _names(name: str, place: Place) -> Iterator[str]:
         yield expanded
 
 
-def _range(text: str, place: Place) -> list[str]:
+def _range(text: str, place: SourcePlace) -> list[str]:
     """Expand the numbers in one pair of brackets, with leading zeros, in the given order.
 
     ClusterShell expands each run of numbers. It does not get the whole name: it would sort the hosts, and Slurm's task counts follow
@@ -223,12 +223,12 @@ def _range(text: str, place: Place) -> list[str]:
     return numbers
 
 
-def _check_size(hosts: int, text: str, place: Place) -> None:
+def _check_size(hosts: int, text: str, place: SourcePlace) -> None:
     if hosts > MAX_HOSTS:
         raise place.error(f"{shown(text)} stands for more than {MAX_HOSTS:,} hosts")
 
 
-def check_name(name: str, place: Place) -> None:
+def check_name(name: str, place: SourcePlace) -> None:
     """Check a host name or IPv4 address.
 
     Args:
@@ -258,7 +258,7 @@ def check_name(name: str, place: Place) -> None:
             ) from None
 
 
-def check_user(user: str, place: Place) -> None:
+def check_user(user: str, place: SourcePlace) -> None:
     """Check a user name, also against options of ssh and characters of the shell.
 
     Args:
@@ -277,7 +277,7 @@ def check_user(user: str, place: Place) -> None:
         )
 
 
-def parse_number(text: str, place: Place, what: str, most: int) -> int:
+def parse_number(text: str, place: SourcePlace, what: str, most: int) -> int:
     """Parse a whole number of ASCII digits; int() alone accepts `1_000`, ` +4` and other scripts.
 
     Args:

@@ -23,7 +23,7 @@ import msgspec
 
 from distrib.cluster.host_expression import MAX_SLOTS, Expression, check_user, parse_host_list, parse_number
 from distrib.cluster.hostfile_grammar import HostfileLine, parse_lines
-from distrib.cluster.hosts import Host, HostList, Notes, Place, merge_mentions, shown
+from distrib.cluster.hosts import Host, HostList, Notes, SourcePlace, merge_mentions, shown
 from distrib.cluster.slurm import slurm_hosts
 from distrib.utils.files import UnreadableFileError, read_text
 
@@ -31,7 +31,7 @@ __all__ = ["Host", "HostList", "format_hostfile", "parse_host_list", "parse_host
 
 MAX_BYTES = 16 * 2**20
 
-Mentions = Iterator[tuple[Host, Place]]
+Mentions = Iterator[tuple[Host, SourcePlace]]
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def read_hostfile(path: str | os.PathLike[str]) -> HostList:
     try:
         text = read_text(path, "hostfile", "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS", MAX_BYTES)
     except UnreadableFileError as problem:
-        raise Place(source, problem.line).error(problem.what, problem.hint) from None
+        raise SourcePlace(source, problem.line).error(problem.what, problem.hint) from None
     if any(line.rstrip() == "nodes:" for line in text.splitlines()):
-        raise Place(source).error("this is a topology file", "give it with --topology, and the hosts with -H")
+        raise SourcePlace(source).error("this is a topology file", "give it with --topology, and the hosts with -H")
     return parse_hostfile(text, source)
 
 
@@ -118,7 +118,7 @@ def parse_hostfile(text: str, source: str) -> HostList:
     text = text.removeprefix("\ufeff")  # a byte order mark of Windows editors
     nul = text.find("\0")
     if nul >= 0:
-        raise Place(source, text.count("\n", 0, nul) + 1).error(
+        raise SourcePlace(source, text.count("\n", 0, nul) + 1).error(
             "contains NUL bytes", "name a text file, one host a line"
         )
     notes = Notes()
@@ -132,7 +132,7 @@ def parse_hostfile(text: str, source: str) -> HostList:
         hosts = merge_mentions(_line_mentions(text, source, notes, seen), notes)
         names = sorted(seen.certain) or [seen.possible]
     if not hosts:
-        raise Place(source).error("no hosts in the file", "write one host a line, such as: node1 slots=8")
+        raise SourcePlace(source).error("no hosts in the file", "write one host a line, such as: node1 slots=8")
     return HostList(hosts=hosts, source=source, dialect=names[0] if len(names) == 1 else "mixed", notes=notes.lines())
 
 
@@ -197,7 +197,7 @@ def _line_mentions(text: str, source: str, notes: Notes, seen: _SeenDialects) ->
                 yield msgspec.structs.replace(host, name=name), at
 
 
-def _combine(settings: Host, expression: Expression, place: Place) -> Host:
+def _combine(settings: Host, expression: Expression, place: SourcePlace) -> Host:
     """Combine the settings of a line with `user@` and `:slots` of one host."""
     if expression.slots is not None and settings.slots is not None:
         raise place.error(f"slots are given twice: :{expression.slots} and slots={settings.slots}", "drop one of them")
@@ -237,7 +237,7 @@ def _host_settings(line: HostfileLine) -> Host:
     )
 
 
-def _check_python(path: str, place: Place) -> None:
+def _check_python(path: str, place: SourcePlace) -> None:
     if not path.startswith("/"):
         raise place.error(
             f"python must be an absolute path, not {shown(path)}", "write such as python=/usr/bin/python3"

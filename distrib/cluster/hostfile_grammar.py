@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from distrib.cluster.host_expression import Expression, parse_expression, split_list
-from distrib.cluster.hosts import Notes, Place, shown
+from distrib.cluster.hosts import Notes, SourcePlace, shown
 
 # `//` begins a comment, except inside a path, which ends at a blank only.
 _TOKEN = re.compile(
@@ -32,15 +32,15 @@ class _Token(NamedTuple):
     kind: str
     text: str
     start: int
-    place: Place
+    place: SourcePlace
 
 
 class HostfileLine(NamedTuple):
     """One line of a hostfile: host expressions with their places, and settings by their canonical names."""
 
-    place: Place
-    expressions: tuple[tuple[Expression, Place], ...]
-    settings: Mapping[str, tuple[str, Place]]
+    place: SourcePlace
+    expressions: tuple[tuple[Expression, SourcePlace], ...]
+    settings: Mapping[str, tuple[str, SourcePlace]]
     has_c_comment: bool
     """True if a comment in C style stands on or before the line."""
 
@@ -74,7 +74,7 @@ def _token_lines(text: str, source: str) -> Iterator[tuple[list[_Token], bool]]:
     has_c_comment = False
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""
-        place = Place(source, line, match.start() - line_start + 1)
+        place = SourcePlace(source, line, match.start() - line_start + 1)
         if kind == "open":
             raise place.error("this comment is never closed", "close it with */")
         if kind == "quote":
@@ -111,8 +111,10 @@ def _split_head(tokens: list[_Token]) -> tuple[list[_Token], list[tuple[_Token, 
     return tokens[:start], pairs
 
 
-def _read_settings(pairs: list[tuple[_Token, _Token]], spellings: Mapping[str, str]) -> dict[str, tuple[str, Place]]:
-    values: dict[str, tuple[str, Place]] = {}
+def _read_settings(
+    pairs: list[tuple[_Token, _Token]], spellings: Mapping[str, str]
+) -> dict[str, tuple[str, SourcePlace]]:
+    values: dict[str, tuple[str, SourcePlace]] = {}
     for key, value in pairs:
         setting = spellings.get(key.text.replace("-", "_"))
         if setting is None:

@@ -46,14 +46,14 @@ class HostList(msgspec.Struct, frozen=True, kw_only=True):
     """Ambiguities and their resolution, one line each."""
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """A position in a source; line and column from 1, 0 if there is none."""
 
     source: str
     line: int = 0
     column: int = 0
 
-    def right(self, characters: int) -> Place:
+    def right(self, characters: int) -> SourcePlace:
         """Move to the right.
 
         Args:
@@ -115,7 +115,7 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def merge_mentions(mentions: Iterable[tuple[Host, Place]], notes: Notes) -> tuple[Host, ...]:
+def merge_mentions(mentions: Iterable[tuple[Host, SourcePlace]], notes: Notes) -> tuple[Host, ...]:
     """Merge repeated mentions of a host.
 
     A host named n times without a count has n slots, as in Open MPI. Any other repetition is an error, as launchers disagree on it.
@@ -130,7 +130,7 @@ def merge_mentions(mentions: Iterable[tuple[Host, Place]], notes: Notes) -> tupl
     Raises:
         HostfileError: A host is repeated with a count or with other settings, or there are too many hosts.
     """
-    seen: dict[str, tuple[Host, Place, int]] = {}
+    seen: dict[str, tuple[Host, SourcePlace, int]] = {}
     for number, (host, place) in enumerate(mentions, 1):
         if number > MAX_HOSTS:
             raise place.error(f"more than {MAX_HOSTS:,} hosts", "look for a range with too many digits")
@@ -148,7 +148,7 @@ def merge_mentions(mentions: Iterable[tuple[Host, Place]], notes: Notes) -> tupl
     return tuple(_with_slots_of_repeats(*entry, notes) for entry in seen.values())
 
 
-def _with_slots_of_repeats(host: Host, place: Place, times: int, notes: Notes) -> Host:
+def _with_slots_of_repeats(host: Host, place: SourcePlace, times: int, notes: Notes) -> Host:
     if times == 1:
         return host
     if host.max_slots is not None and times > host.max_slots:

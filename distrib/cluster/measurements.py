@@ -69,7 +69,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     curve: tuple[Point, ...]
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class SharedMachine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Hosts on one machine, such as containers, and the CPUs that they share."""
 
     hosts: tuple[str, ...]
@@ -82,7 +82,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     when: str
     software: dict[str, str]
     hosts: tuple[str, ...]
-    machines: tuple[Machine, ...] = ()
+    machines: tuple[SharedMachine, ...] = ()
     pairs: tuple[LinkMeasurement, ...] = ()
     inside: tuple[IntraNodeLinkMeasurement, ...] = ()
     collectives: tuple[Collective, ...] = ()

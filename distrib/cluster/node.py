@@ -13,7 +13,7 @@ import msgspec
 from distrib import units
 from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu
 from distrib.cluster.host_expression import parse_expression, split_list
-from distrib.cluster.hosts import MAX_HOSTS, Notes, Place
+from distrib.cluster.hosts import MAX_HOSTS, Notes, SourcePlace
 from distrib.cluster.link_spec import LinkSpec, parse_bus_link, parse_network_kind, parse_network_link
 from distrib.cluster.yaml_loader import FieldError
 from distrib.errors import HostfileError
@@ -306,7 +306,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 def _expand_hosts(text: str) -> tuple[str, ...]:
     found: dict[str, str] = {}
     try:
-        for item, place in split_list(text, Place("")):
+        for item, place in split_list(text, SourcePlace("")):
             expression = parse_expression(item, place, Notes())
             if expression.user is not None or expression.slots is not None:
                 raise ValueError(f"{item[:60]!r} has a user or slots; they belong into the hostfile, not here")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from distrib.cluster.host_expression import MAX_SLOTS, list_mentions, parse_number, split_list
-from distrib.cluster.hosts import Host, HostList, Notes, Place, merge_mentions, shown
+from distrib.cluster.hosts import Host, HostList, Notes, SourcePlace, merge_mentions, shown
 from distrib.errors import HostfileError
 
 SOURCE = "Slurm"
@@ -43,7 +43,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> HostList | None:
     hosts = _named(environ, notes)
     components = _heterogeneous(environ)
     if not hosts and components:
-        raise Place(f"{NODES[0]}_HET_GROUP_0").error(
+        raise SourcePlace(f"{NODES[0]}_HET_GROUP_0").error(
             f"a heterogeneous job of {components} components, expected one component: no Slurm step spans several",
             "name the hosts with -H: they are then reached over ssh",
         )
@@ -96,7 +96,7 @@ def _named(environ: Mapping[str, str], notes: Notes) -> tuple[Host, ...]:
     variable = next((name for name in NODES if environ.get(name, "").strip()), None)
     if variable is None:
         return ()
-    return merge_mentions(list_mentions(environ[variable], Place(variable, column=1), notes), notes)
+    return merge_mentions(list_mentions(environ[variable], SourcePlace(variable, column=1), notes), notes)
 
 
 def _tasks(environ: Mapping[str, str], hosts: int, notes: Notes) -> list[int] | None:
@@ -104,7 +104,7 @@ def _tasks(environ: Mapping[str, str], hosts: int, notes: Notes) -> list[int] | 
     if "SLURM_STEP_ID" in environ and _is_of_step(environ, hosts):
         notes.add("step", f"inside a Slurm step, which hides the task counts of the {hosts} hosts of its job")
         each = environ.get(TASKS_PER_NODE, "")
-        return [parse_number(each, Place(TASKS_PER_NODE, column=1), "tasks", MAX_SLOTS)] * hosts if each else None
+        return [parse_number(each, SourcePlace(TASKS_PER_NODE, column=1), "tasks", MAX_SLOTS)] * hosts if each else None
     counts = _counts(environ, TASKS, "tasks", hosts)
     return counts if any(name in environ for name in TASK_REQUESTS) else None
 
@@ -119,7 +119,7 @@ def _counts(environ: Mapping[str, str], variable: str, what: str, hosts: int) ->
     text = environ.get(variable, "")
     if not text.strip():
         return None
-    place = Place(variable, column=1)
+    place = SourcePlace(variable, column=1)
     counts: list[int] = []
     for item, at in split_list(text, place):
         match = _TIMES.fullmatch(item)

@@ -15,9 +15,9 @@ from distrib.cluster.measurements import (
     Collective,
     IntraNodeLinkMeasurement,
     LinkMeasurement,
-    Machine,
     Measurements,
     Point,
+    SharedMachine,
 )
 from distrib.probe.settings import Mode, Transport
 
@@ -266,7 +266,7 @@ def build_measured(records: Iterable[Record]) -> Measurements | None:
         software=next((dict(f.software) for f in facts.values()), {}),
         hosts=start.hosts,
         machines=tuple(
-            Machine(hosts=tuple(facts.host for facts in same), processors=_usable_cores(same))
+            SharedMachine(hosts=tuple(facts.host for facts in same), processors=_usable_cores(same))
             for same in group_by_machine(facts.values())
         ),
         pairs=tuple(

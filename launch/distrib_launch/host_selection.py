@@ -14,7 +14,7 @@ import msgspec
 
 from distrib.cluster.host_expression import parse_expression
 from distrib.cluster.hostfile import Host
-from distrib.cluster.hosts import MAX_HOSTS, Notes, Place, shown
+from distrib.cluster.hosts import MAX_HOSTS, Notes, SourcePlace, shown
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
@@ -80,7 +80,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
     chosen: dict[str, tuple[int, ...] | None] = {}
     position = 0
     for item in re.split(r"@(?![^\[]*\])", text):
-        place = Place(option, column=position + 1)
+        place = SourcePlace(option, column=position + 1)
         position += len(item) + 1
         if not item.strip():
             raise place.error("no host here", SYNTAX_HINT)
@@ -104,7 +104,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
     return chosen
 
 
-def _split_indices(item: str, place: Place) -> tuple[str, tuple[int, ...] | None]:
+def _split_indices(item: str, place: SourcePlace) -> tuple[str, tuple[int, ...] | None]:
     """Split at the last colon; colons inside brackets belong to an IPv6 address."""
     colon = item.find(":", item.rfind("]") + 1)
     if colon < 0:

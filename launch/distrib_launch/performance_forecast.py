@@ -20,8 +20,8 @@ from distrib.bandwidth_model.recommendations import (
     find_faster_subset,
     include_option,
     is_equivalent,
-    launch_options,
     recommend,
+    strategy_options,
 )
 from distrib.bandwidth_model.scaling import fewer_cpus_notes, predict_limit, predict_step
 from distrib.bandwidth_model.workload import Workload
@@ -193,7 +193,7 @@ def _choose(
         way = best.strategy.all_reduce if strategy.all_reduce == "auto" else strategy.all_reduce
         chosen = msgspec.structs.replace(strategy, all_reduce=way, bucket_bytes=best.strategy.bucket_bytes)
         gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {prediction.efficiency:.0%}"
-        why = f"mode auto: {' '.join(launch_options(chosen))}, for {gain}; identical arithmetic"
+        why = f"mode auto: {' '.join(strategy_options(chosen))}, for {gain}; identical arithmetic"
         return chosen, best.prediction, why
     return (
         strategy,
@@ -249,15 +249,15 @@ def _warning(
 def _only_of(chosen: Strategy) -> tuple[str, ...]:
     """Return the options that other modes refuse."""
     shared = msgspec.structs.replace(Strategy(), gradients=chosen.gradients, accumulate=chosen.accumulate)
-    elsewhere = {*launch_options(shared), "--mode", chosen.mode}
-    return tuple(word for word in launch_options(chosen) if word.startswith("--") and word not in elsewhere)
+    elsewhere = {*strategy_options(shared), "--mode", chosen.mode}
+    return tuple(word for word in strategy_options(chosen) if word.startswith("--") and word not in elsewhere)
 
 
 def _options(advice: Recommendation, plan: LaunchPlan) -> tuple[str, ...]:
     """Return the options for a recommendation; servers that the hostfile places need no option."""
     servers = advice.strategy.servers
     placed = plan.strategy.servers is None and servers == _servers_apart(plan)
-    return launch_options(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
+    return strategy_options(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
 
 
 _SEVERITY = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "async")

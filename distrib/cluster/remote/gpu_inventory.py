@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 
-from distrib.cluster.remote.sysfs import current_pcie_width, list_entries, numa_node_of_bus, pcie_link, read_text
+from distrib.cluster.remote.sysfs import current_pcie_width, list_entries, numa_node_of_bus, pcie_link, read_proc_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def has_gpudirect() -> bool:
         return True
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     recent = release is not None and (int(release.group(1)), int(release.group(2))) >= (5, 12)
-    return recent and "Open Kernel Module" in read_text(DRIVER_FILE)
+    return recent and "Open Kernel Module" in read_proc_text(DRIVER_FILE)
 
 
 def driver_version() -> str | None:
     """Read the version of the NVIDIA driver; None without it."""
-    match = re.search(r"Kernel Module(?: for \S+)? +(\d[\d.]*)", read_text(DRIVER_FILE))
+    match = re.search(r"Kernel Module(?: for \S+)? +(\d[\d.]*)", read_proc_text(DRIVER_FILE))
     return match.group(1) if match else None
 
 
@@ -66,7 +66,7 @@ def read_gpus() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str | None]
         if pid == os.getpid():
             continue
         used = listed.get(pid, {})
-        command = read_text(f"/proc/{pid}/cmdline", 400).replace("\0", " ") or read_text(f"/proc/{pid}/comm")
+        command = read_proc_text(f"/proc/{pid}/cmdline", 400).replace("\0", " ") or read_proc_text(f"/proc/{pid}/comm")
         if os.path.basename(command.split(" ")[0]).startswith(DAEMONS):
             continue
         where = set(used) | {index_of[minor] for minor in open_files.get(pid, ()) if minor in index_of}
@@ -102,7 +102,7 @@ def query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                 device = pynvml.nvmlDeviceGetHandleByIndex(number)
                 name = pynvml.nvmlDeviceGetName(device)
                 bus = pynvml.nvmlDeviceGetPciInfo(device).busId
-                total, used = query(lambda device=device: gpu_memory(pynvml, device), (None, None))
+                total, used = query(lambda device=device: read_gpu_memory(pynvml, device), (None, None))
             except pynvml.NVMLError_NoPermission:  # NVML counts it, CUDA does not
                 continue
             except pynvml.NVMLError as problem:  # a GPU that has fallen off the bus does not affect the others
@@ -117,7 +117,7 @@ def query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                          "memory_bytes": total, "used_memory_bytes": used,
                          "bus_id": bus, "numa_node": numa_node_of_bus(bus), "pcie": pcie_link(f"/sys/bus/pci/devices/{bus}"),
                          "pcie_width_now": current_pcie_width(f"/sys/bus/pci/devices/{bus}"),
-                         "nvlink_to": nvlink_peers(pynvml, device), "health": gpu_health(pynvml, device)})  # fmt: skip
+                         "nvlink_to": nvlink_peers(pynvml, device), "health": read_gpu_health(pynvml, device)})  # fmt: skip
             for process in query(lambda device=device: compute_processes(pynvml, device), [], pynvml.NVMLError):
                 used = process.usedGpuMemory
                 listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
@@ -132,7 +132,7 @@ FABRIC_NOT_READY = (1, 2)
 """NVML_GPU_FABRIC_STATE_NOT_STARTED and _IN_PROGRESS: NVIDIA's fabric manager has not set up the NVSwitches (yet)."""
 
 
-def gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
+def read_gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
     """Read the state of a GPU that may make it slow or end a job; None where the driver does not report it.
 
     Args:
@@ -250,7 +250,7 @@ def compute_processes(pynvml: Any, device: Any) -> Any:
         return []
 
 
-def gpu_memory(pynvml: Any, device: Any) -> tuple[int, int]:
+def read_gpu_memory(pynvml: Any, device: Any) -> tuple[int, int]:
     """Read the memory of a GPU without the driver's reserve of up to 1 GB, which NVML's first version counts as used.
 
     Args:
@@ -279,7 +279,7 @@ def gpu_from_proc(index: int, minor: int) -> dict[str, Any]:
         The fields of `inventory.Gpu`, unknown ones None.
     """
     for bus in list_entries("/proc/driver/nvidia/gpus"):
-        text = read_text(f"/proc/driver/nvidia/gpus/{bus}/information")
+        text = read_proc_text(f"/proc/driver/nvidia/gpus/{bus}/information")
         if re.search(rf"Device Minor:\s*{minor}$", text, re.MULTILINE):
             model = re.search(r"Model:\s*(.+)", text)
             return {"index": index, "minor": minor, "kind": model.group(1).strip() if model else None,

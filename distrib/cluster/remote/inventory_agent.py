@@ -17,7 +17,7 @@ import time
 
 from distrib.cluster.remote.gpu_inventory import driver_version, has_gpudirect, read_gpus, user_name
 from distrib.cluster.remote.network_inventory import network_identity, read_interfaces, read_port_range, read_rdma_ports
-from distrib.cluster.remote.sysfs import list_entries, read_text
+from distrib.cluster.remote.sysfs import list_entries, read_proc_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def metadata_version(folder: str) -> str | None:
         The version; None if unknown.
     """
     for name in ("METADATA", "PKG-INFO"):
-        match = re.search(r"^Version: *(\S+)", read_text(os.path.join(folder, name)), re.MULTILINE)
+        match = re.search(r"^Version: *(\S+)", read_proc_text(os.path.join(folder, name)), re.MULTILINE)
         if match:
             return match.group(1)
     return None
@@ -147,7 +147,9 @@ def torch_cuda_version(packages: dict[str, str | None]) -> str | None:
     """
     if not packages["torch"]:
         return None
-    match = re.search(r"^cuda\b[^=]*= *(?:None|['\"]([\d.]+)['\"])", read_text(torch_file("version.py") or ""), re.M)
+    match = re.search(
+        r"^cuda\b[^=]*= *(?:None|['\"]([\d.]+)['\"])", read_proc_text(torch_file("version.py") or ""), re.M
+    )
     return (match.group(1) or "") if match else None
 
 
@@ -166,7 +168,10 @@ def list_cores() -> set[tuple[str, str]]:
     base = "/sys/devices/system/cpu"
     folders = [f"{base}/{name}/topology" for name in list_entries(base) if re.match(r"cpu\d+$", name)]
     found = {
-        (read_text(f"{f}/physical_package_id"), f"{read_text(f'{f}/die_id')}/{read_text(f'{f}/core_id')}")
+        (
+            read_proc_text(f"{f}/physical_package_id"),
+            f"{read_proc_text(f'{f}/die_id')}/{read_proc_text(f'{f}/core_id')}",
+        )
         for f in folders
     }
     return {core for core in found if core[0]}
@@ -175,12 +180,14 @@ def list_cores() -> set[tuple[str, str]]:
 def numa_nodes() -> dict[str, str]:
     """Read the CPU list of each NUMA node, such as `0-15,32-47`."""
     base = "/sys/devices/system/node"
-    return {name[4:]: read_text(f"{base}/{name}/cpulist") for name in list_entries(base) if re.match(r"node\d+$", name)}
+    return {
+        name[4:]: read_proc_text(f"{base}/{name}/cpulist") for name in list_entries(base) if re.match(r"node\d+$", name)
+    }
 
 
 def total_memory() -> int | None:
     """Read the bytes of memory; None if unknown."""
-    match = re.search(r"^MemTotal: +(\d+) kB", read_text("/proc/meminfo"), re.MULTILINE)
+    match = re.search(r"^MemTotal: +(\d+) kB", read_proc_text("/proc/meminfo"), re.MULTILINE)
     return int(match.group(1)) << 10 if match else None
 
 
@@ -196,7 +203,7 @@ def cgroup_limit(controller: str, name: str, old_name: str) -> int | None:
         The limit; None without one.
     """
     limits = []
-    for line in read_text("/proc/self/cgroup").splitlines():
+    for line in read_proc_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, file = "/sys/fs/cgroup", name
@@ -205,7 +212,7 @@ def cgroup_limit(controller: str, name: str, old_name: str) -> int | None:
         else:
             continue
         while True:
-            found = read_text(base + path.rstrip("/") + "/" + file)
+            found = read_proc_text(base + path.rstrip("/") + "/" + file)
             if found.isdigit() and int(found) < 1 << 60:
                 limits.append(int(found))
             if path in ("", "/"):
@@ -266,7 +273,7 @@ def soft_rlimit(name: str) -> int | None:
 
 def has_ipc_lock() -> bool:
     """Test for CAP_IPC_LOCK (number 14 in capabilities(7)), which lifts the limit of locked memory."""
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text("/proc/self/status"), re.MULTILINE)
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", read_proc_text("/proc/self/status"), re.MULTILINE)
     return bool(found and int(found.group(1), 16) >> 14 & 1)
 
 

@@ -7,7 +7,7 @@ import re
 import socket
 import struct
 
-from distrib.cluster.remote.sysfs import list_entries, numa_node, pcie_link, read_text
+from distrib.cluster.remote.sysfs import list_entries, numa_node, pcie_link, read_proc_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ MAX_GIDS = 16
 def network_identity() -> str:
     """Return a text that is equal for two names of one network stack."""
     try:
-        return f"{read_text('/proc/sys/kernel/random/boot_id')}:{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{read_proc_text('/proc/sys/kernel/random/boot_id')}:{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
 
 
 def read_port_range() -> list[int] | None:
     """Read the range of ephemeral ports; None if unknown."""
-    words = read_text("/proc/sys/net/ipv4/ip_local_port_range").split()
+    words = read_proc_text("/proc/sys/net/ipv4/ip_local_port_range").split()
     return [int(word) for word in words] if len(words) == 2 else None
 
 
@@ -90,7 +90,7 @@ def read_interfaces() -> list[dict[str, Any]]:
             linked = parse_attributes(fields.get(18, b"")).get(1, b"").rstrip(b"\0").decode()
             here = f"/sys/class/net/{name}/"
             interface_kind = linked or ("physical" if os.path.exists(here + "device") else "unknown")
-            speed, changes = read_text(here + "speed"), read_text(here + "carrier_changes")
+            speed, changes = read_proc_text(here + "speed"), read_proc_text(here + "carrier_changes")
             found[index] = {"name": name, "kind": "loopback" if flags & 8 else interface_kind, "infiniband": kind == 32, "addresses": [],
                             "up": bool(flags & 1 and flags & 0x40),
                             "mtu": struct.unpack("=I", fields[4])[0] if 4 in fields else None,
@@ -151,20 +151,20 @@ def read_rdma_ports() -> list[dict[str, Any]]:
     """
     found = []
     verbs = {
-        read_text(f"/sys/class/infiniband_verbs/{name}/ibdev"): name
+        read_proc_text(f"/sys/class/infiniband_verbs/{name}/ibdev"): name
         for name in list_entries("/sys/class/infiniband_verbs")
     }
     for device in list_entries("/sys/class/infiniband"):
         base = f"/sys/class/infiniband/{device}/ports"
         usable = device in verbs and os.access(f"/dev/infiniband/{verbs[device]}", os.R_OK | os.W_OK)
         for port in list_entries(base):
-            fields = read_text(f"{base}/{port}/rate")
+            fields = read_proc_text(f"{base}/{port}/rate")
             rate = re.match(r"([\d.]+) *Gb", fields)
-            layer = read_text(f"{base}/{port}/link_layer")
+            layer = read_proc_text(f"{base}/{port}/link_layer")
             # Up to QDR, 8 of 10 bits of InfiniBand are data, and the kernel reports all bits.
             data = 0.8 if layer == "InfiniBand" and re.search(r"\b[SDQ]DR\b", fields) else 1.0
-            up = "ACTIVE" in read_text(f"{base}/{port}/state") and layer in ("InfiniBand", "Ethernet")
-            names = (read_text(f"{base}/{port}/gid_attrs/ndevs/{index}") for index in range(MAX_GIDS))
+            up = "ACTIVE" in read_proc_text(f"{base}/{port}/state") and layer in ("InfiniBand", "Ethernet")
+            names = (read_proc_text(f"{base}/{port}/gid_attrs/ndevs/{index}") for index in range(MAX_GIDS))
             found.append({"device": device, "port": int(port), "link_layer": layer, "up": up, "active": up and usable,
                           "netdevs": sorted(set(filter(None, names))),
                           "rate_bytes_per_second": data * float(rate.group(1)) * 1.25e8 if rate else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 
-def read_text(path: str, limit: int = 1 << 16) -> str:
+def read_proc_text(path: str, limit: int = 1 << 16) -> str:
     """Read a file, stripped; empty if it cannot be read.
 
     Args:
@@ -55,7 +55,7 @@ def current_pcie_width(device: str) -> int | None:
     Returns:
         The lanes; None if unknown.
     """
-    width = read_text(f"{device}/current_link_width")
+    width = read_proc_text(f"{device}/current_link_width")
     return int(width) if width in PCIE_WIDTHS else None
 
 
@@ -70,8 +70,8 @@ def pcie_link(device: str) -> str | None:
     """
     generations, widths = [], []
     for folder in (device, os.path.dirname(os.path.realpath(device))):
-        speed = read_text(f"{folder}/max_link_speed").partition(" ")[0]
-        width = read_text(f"{folder}/max_link_width")
+        speed = read_proc_text(f"{folder}/max_link_speed").partition(" ")[0]
+        width = read_proc_text(f"{folder}/max_link_width")
         generation = PCIE_OF_SPEED.get(speed[:-2] if speed.endswith(".0") else speed)
         if generation and width in PCIE_WIDTHS:
             generations.append(generation)
@@ -88,7 +88,7 @@ def numa_node(device: str) -> int | None:
     Returns:
         The node; None if unknown.
     """
-    text = read_text(f"{device}/numa_node")
+    text = read_proc_text(f"{device}/numa_node")
     return int(text) if text.isdigit() else None
 
 
