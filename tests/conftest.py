@@ -204,9 +204,7 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
         nonlocal count
         count += 1
         run_dir = tmp_path / f"run{count}"
-        exported = (
-            ["-x", fork_server.ADDRESS, "-x", "PYTHONPATH"] if cluster and fork_server.ADDRESS in os.environ else []
-        )
+        exported = fork_server.options() if cluster else []
         command: Sequence[str] = [*wrapper, str(LAUNCH), "--run-dir", str(run_dir), *exported, *map(str, arguments)]
         environ = {"OMP_NUM_THREADS": "1", **(env or {})}
         started = time.monotonic()

@@ -114,7 +114,7 @@ def test_a_script_without_distrib_and_wrong_options(launch, tmp_path):
     run = launch("--profile", tmp_path / "p.json", SCRIPTS / "where.py")
     assert run.code == 1 and "ended without calling distrib.init()" in run.err, run
     for words, says in [
-        (["-np", 2], "--profile measures one rank alone, not 2"),
+        (["-np", 2], "--profile measures one rank"),
         (["--mode", "local"], "not in mode local"),
         (["--accumulate", 4], "a step of one batch, not of 4; leave out --accumulate"),
         (["--profile", tmp_path / "none" / "p.json"], "there is no folder"),

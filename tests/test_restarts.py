@@ -30,8 +30,6 @@ from distrib_launch.supervisor import restarts
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_launch_cluster import wait_for_line
 
-pytestmark = pytest.mark.forked
-
 TRAINING = SCRIPTS / "restarts.py"
 STARTS = SCRIPTS / "starts.py"
 
@@ -105,7 +103,7 @@ def test_who_interrupts_the_job_ends_it(tmp_path):
     [
         (["-H", "a,b", "--min-hosts", "3"], "--min-hosts 3: the job has 2 host(s)"),
         (["-H", "a,b", "--min-hosts", "1", "--no-preflight"], "--no-preflight does not check any host"),
-        (["-H", "a,b", "--min-hosts", "1", "--engine", "srun"], "no host is asked that Slurm has yet to give"),
+        (["-H", "a,b", "--min-hosts", "1", "--engine", "srun"], "Slurm has not allocated the hosts yet"),
         (["-x", "TORCHELASTIC_RESTART_COUNT=3"], "the launcher sets this variable itself"),
     ],
 )

@@ -58,8 +58,6 @@ from distrib.training.world import World, _from_mpi, find_device, find_world
 from distrib.utils import netif
 from tests import fork_server
 
-pytestmark = pytest.mark.forked
-
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -47,9 +47,17 @@ def environment(pythonpath: str = "") -> dict[str, str]:
     Args:
         pythonpath: folders that the script's PYTHONPATH holds, separated by colons.
     """
+    has_gpu = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    if has_gpu and os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # tests of GPUs: CUDA does not survive a fork
+        return {"PYTHONPATH": pythonpath} if pythonpath else {}
     _, path = _start()
     folders = [str(FOLDER), *filter(None, [pythonpath])]
-    return {ADDRESS: f"{sys.executable}:{path}", "PYTHONPATH": os.pathsep.join(folders)}
+    return {ADDRESS: f"{sys.prefix}:{path}", "PYTHONPATH": os.pathsep.join(folders)}
+
+
+def options() -> list[str]:
+    """Return the launcher's options that forward the variables to other hosts; none in a test that is not marked `forked`."""
+    return ["-x", ADDRESS, "-x", "PYTHONPATH"] if ADDRESS in os.environ else []
 
 
 def server_process() -> int | None:

@@ -78,9 +78,9 @@ def stand_in(path, words):
 
 
 def main():
-    interpreter, _, path = os.environ["TEST_FORK_SERVER"].rpartition(":")
+    prefix, _, path = os.environ["TEST_FORK_SERVER"].rpartition(":")
     is_rank = "OMPI_COMM_WORLD_RANK" in os.environ and "DISTRIB_CONTROL" not in os.environ
-    if is_rank and interpreter == sys.executable and (words := script_words(sys.orig_argv)):
+    if is_rank and prefix == sys.prefix and (words := script_words(sys.orig_argv)):
         stand_in(path, words)
 
 
