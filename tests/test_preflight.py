@@ -88,7 +88,7 @@ def test_ssh_refused_key_refused_and_unknown_keys(make_cluster, launch, tmp_path
 
     os.kill(cluster._listener("n4"), 9)
     run = launch("-H", "n1,n4", WHERE, cluster=cluster)
-    refused(run, cluster, "n4", "ssh", "nothing listens on ssh's port 22", "systemctl start ssh")
+    refused(run, cluster, "n4", "ssh", "no sshd listens on port 22", "systemctl start ssh")
     run = launch("-H", "n1,n3", "--ssh-command", "ssh -J n4", WHERE, cluster=cluster)
     refused(
         run,
