@@ -42,8 +42,8 @@ from distrib.probe.records import (
     SharedLinkSides,
     StageDone,
     build_measured,
-    decode,
-    encode,
+    decode_record,
+    encode_record,
     fastest_measurements,
 )
 from distrib.probe.second_pass import MAX_SIDES_ATTEMPTS
@@ -1054,9 +1054,9 @@ def test_records_survive_their_lines_and_other_lines_are_told_apart():
         StageDone(stage="a", title="b", done_seconds=1.0, remaining_seconds=2.0),
         ProbeEnded(seconds=1.0),
     ]:
-        assert decode(encode(record)) == record
+        assert decode_record(encode_record(record)) == record
     for line in ("", "hello", '{"type": "pair"', '{"type": "unknown"}', "[1]"):
-        assert decode(line) is None
+        assert decode_record(line) is None
 
 
 def test_of_several_measurements_the_fastest_counts_and_curves_are_kept():

@@ -29,7 +29,7 @@ from distrib.probe.bench.polling import ProbeTimeout, wait
 from distrib.probe.host_facts import own_facts
 from distrib.probe.journal import Journal
 from distrib.probe.protocol import AllReduceTask, HostTask
-from distrib.probe.records import HostFacts, ProbeEnded, ProbeStarted, StageDone, encode
+from distrib.probe.records import HostFacts, ProbeEnded, ProbeStarted, StageDone, encode_record
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 from distrib.utils.cpus import CpuLoad
@@ -358,11 +358,11 @@ UNFINISHED = StageDone(stage="together/tcp/1", title="", done_seconds=1.0, remai
 
 def test_an_interrupted_probe_is_gone_on_with(tmp_path):
     path = tmp_path / "t.yaml.partial.jsonl"
-    lines = [encode(START), encode(DONE), encode(UNFINISHED), '{"type":"pair","sour']
+    lines = [encode_record(START), encode_record(DONE), encode_record(UNFINISHED), '{"type":"pair","sour']
     path.write_text("\n".join(lines))
     journal = Journal(path, ("a", "b"), "quick", None)
     assert journal.done_stages == ("together/tcp/0",)
-    journal.write(encode(ProbeEnded(seconds=1.0)))
+    journal.write(encode_record(ProbeEnded(seconds=1.0)))
     assert journal.read() == [START, DONE, UNFINISHED, ProbeEnded(seconds=1.0)]
     journal.remove()
     assert not path.exists()
@@ -370,10 +370,10 @@ def test_an_interrupted_probe_is_gone_on_with(tmp_path):
 
 def test_steps_without_a_host_are_done_again_once_it_is_there(tmp_path):
     path = tmp_path / "t.yaml.partial.jsonl"
-    path.write_text("\n".join(map(encode, (START, structs.replace(DONE, without=("b",)), UNFINISHED))) + "\n")
+    path.write_text("\n".join(map(encode_record, (START, structs.replace(DONE, without=("b",)), UNFINISHED))) + "\n")
     journal = Journal(path, ("a", "b"), "quick", None)
     assert journal.done_with(("a",)) == ("together/tcp/0",) and journal.done_with(("a", "b")) == ()
-    journal.write(encode(DONE))
+    journal.write(encode_record(DONE))
     assert journal.done_with(("a", "b")) == ("together/tcp/0",)
     journal.remove()
 
@@ -381,7 +381,7 @@ def test_steps_without_a_host_are_done_again_once_it_is_there(tmp_path):
 def test_two_probes_do_not_write_the_same_file(tmp_path):
     path = tmp_path / "t.yaml.partial.jsonl"
     first = Journal(path, ("a", "b"), "quick", None)
-    first.write(encode(START))
+    first.write(encode_record(START))
     with pytest.raises(ConfigError, match="another probe is writing it"):
         Journal(path, ("a", "b"), "quick", None)
     assert first.read() == [START]
@@ -409,7 +409,11 @@ def test_why_a_file_cannot_be_written_is_told(tmp_path, monkeypatch, flags, why)
 @pytest.mark.parametrize("change", ["hosts", "mode", "way", "ended", "asked"])
 def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
     path = tmp_path / "t.yaml.partial.jsonl"
-    lines = [encode(START), encode(DONE), *([encode(ProbeEnded(seconds=1.0))] if change == "ended" else [])]
+    lines = [
+        encode_record(START),
+        encode_record(DONE),
+        *([encode_record(ProbeEnded(seconds=1.0))] if change == "ended" else []),
+    ]
     path.write_text("\n".join(lines) + "\n")
     hosts = ("a", "c") if change == "hosts" else ("a", "b")
     mode = "full" if change == "mode" else "quick"
@@ -430,26 +434,26 @@ def test_a_probe_of_another_network_is_begun_anew_and_says_so(tmp_path):
     def at(address, interface):
         return structs.replace(START, facts=(HostFacts(host="a", address=address, interface=interface, cpus=1),))
 
-    path.write_text(f"{encode(at('10.0.0.1', 'eth0'))}\n{encode(DONE)}\n")
+    path.write_text(f"{encode_record(at('10.0.0.1', 'eth0'))}\n{encode_record(DONE)}\n")
     journal = Journal(path, ("a", "b"), "quick", None)
-    assert "resuming the probe of 2026-01-01" in journal.write(encode(at("10.0.0.1", "eth0")))
+    assert "resuming the probe of 2026-01-01" in journal.write(encode_record(at("10.0.0.1", "eth0")))
     assert journal.done_stages == ("together/tcp/0",)
-    said = journal.write(encode(at("10.1.0.1", "ib0")))
+    said = journal.write(encode_record(at("10.1.0.1", "ib0")))
     assert "a had the address 10.0.0.1 (eth0), now 10.1.0.1 (ib0)" in said
     assert journal.read() == [at("10.1.0.1", "ib0")]
     journal.reload()
     assert journal.done_stages == ()
-    assert journal.write(encode(at("10.1.0.1", "ib0"))) is None
+    assert journal.write(encode_record(at("10.1.0.1", "ib0"))) is None
     journal.remove()
 
 
 def test_the_view_keeps_records_and_shows_everything_else(capsys):
     kept = []
     with ProgressStreams(kept.append) as view:
-        view.streams[0].write(f"[0@n1] {encode(DONE)[:20]}")
-        view.streams[0].write(f"{encode(DONE)[20:]}\n[0@n1] a word\n")
+        view.streams[0].write(f"[0@n1] {encode_record(DONE)[:20]}")
+        view.streams[0].write(f"{encode_record(DONE)[20:]}\n[0@n1] a word\n")
         view.streams[1].write("distrib-launch: note: so\n")
-    assert kept == [encode(DONE)]
+    assert kept == [encode_record(DONE)]
     err = capsys.readouterr().err
     assert "50%" in err and "1 s left" in err
     assert "a word" in err and "distrib-topo: note: so" in err
@@ -457,7 +461,7 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
 
 def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
     facts = HostFacts(host="a", address="10.0.0.1", interface="eth0", cpus=1, software={"more": "x" * (2 << 20)})
-    line, kept = encode(structs.replace(START, facts=(facts,))), []
+    line, kept = encode_record(structs.replace(START, facts=(facts,))), []
     console = Console(["n1", "n2"], show_rank=0, streams=ProgressStreams(kept.append).streams)
     data = f"{line}\n".encode()
     for at in range(0, len(data), 1 << 18):
@@ -500,5 +504,5 @@ def test_pictures_of_every_kind_that_is_named():
 
 
 def test_json_names_have_units():
-    words = json.loads(encode(DONE))
+    words = json.loads(encode_record(DONE))
     assert {"done_seconds", "remaining_seconds"} <= set(words)

@@ -41,7 +41,7 @@ from distrib.probe.records import (
     ProbeStarted,
     SharedLinkSides,
     StageDone,
-    encode,
+    encode_record,
 )
 from distrib.probe.settings import DEFAULT, ProbeTimeouts
 from distrib.probe.stages import LINKS_DONE, SECOND_PASS
@@ -475,7 +475,7 @@ def jobs(monkeypatch, tmp_path):
         made.plans.append(plan)
         made.inputs.append((script_input, input_ranks))
         for record in made.records(spec):
-            streams[0].write(f"[0@{spec.present[0]}] {encode(record)}\n")
+            streams[0].write(f"[0@{spec.present[0]}] {encode_record(record)}\n")
         whole = made.records(spec) and isinstance(made.records(spec)[-1], ProbeEnded)
         failure = results.Failure(
             rank=1, host="unknown", time=0.0, exit_code=1, signal=None, message="rank 1 died", traceback="", log=""
@@ -662,7 +662,7 @@ def test_an_all_reduce_that_ends_its_ranks_costs_no_link_and_no_host(jobs, monke
     jobs.records = lambda spec: [start, *seen, begins]
     if resumed:  # and all but the all-reduces was done before
         kept = (start, *seen, msgspec.structs.replace(begins, stage=SECOND_PASS), begins)
-        (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in kept))
+        (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode_record(record) + "\n" for record in kept))
         jobs.records = lambda spec: [start, begins]
     assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
     assert len(jobs.specs) == 1
@@ -678,7 +678,9 @@ def test_a_rank_that_ends_while_links_are_measured_gets_a_second_try(jobs, monke
     begins = StageDone(stage=LINKS_DONE, title="", done_seconds=1.0, remaining_seconds=1.0)
     start, *seen = Network(3).records(DEFAULT)
     done = StageDone(stage="together/tcp/0", title="", done_seconds=1.0, remaining_seconds=1.0)
-    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in (start, *seen, begins)))
+    (tmp_path / "t.yaml.partial.jsonl").write_text(
+        "".join(encode_record(record) + "\n" for record in (start, *seen, begins))
+    )
     jobs.records = lambda spec: [start, done]  # what had failed before is measured again
     assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
     assert [spec.present for spec in jobs.specs][:3] == [("n1", "n2", "n3")] * 2 + [("n1", "n3")]
@@ -777,7 +779,7 @@ def test_what_was_measured_of_a_host_that_became_unfit_is_kept(jobs, capsys, tmp
     start, *seen = Network(3).records()
     start = msgspec.structs.replace(start, facts=tuple(facts(f"n{n + 1}") for n in range(3)))
     done = StageDone(stage="together/tcp/0", title="", done_seconds=1.0, remaining_seconds=1.0)
-    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
+    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode_record(r) + "\n" for r in (start, *seen, done)))
 
     def records(spec):
         if "n3" in spec.present:
@@ -820,7 +822,7 @@ def test_this_machine_alone_can_be_probed(jobs, capsys, words):
 def test_an_interrupted_probe_is_gone_on_with_aloud_and_its_records_go_to_rank_0_alone(jobs, capsys, tmp_path):
     start, *seen = Network(2).records()
     done = StageDone(stage="together/tcp/0", title="", done_seconds=1.0, remaining_seconds=1.0)
-    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
+    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode_record(r) + "\n" for r in (start, *seen, done)))
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
     err = capsys.readouterr().err
     assert "resuming the probe of 2026-01-01T00:00:00+00:00 from t.yaml.partial.jsonl" in err

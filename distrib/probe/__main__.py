@@ -30,7 +30,7 @@ from distrib.probe.protocol import (
     RankTask,
     ShutdownTask,
 )
-from distrib.probe.records import Record, decode, encode
+from distrib.probe.records import Record, decode_record, encode_record
 from distrib.probe.secondary_networks import secondary_addresses
 from distrib.probe.settings import TIMEOUTS
 from distrib.probe.worker import Worker
@@ -75,7 +75,7 @@ def _coordinate(comm: Any, worker: Worker, spec: ProbeSpec, hello: RankHello) ->
     for rank in range(1, comm.size):
         comm.send(msgspec.msgpack.encode(worker.setup), rank, SETUP_TAG)
     lines = sys.stdin.buffer if spec.resumed else ()
-    before = [record for line in lines if (record := decode(line))]
+    before = [record for line in lines if (record := decode_record(line))]
     coordinator = Coordinator(comm, worker, spec, hellos, _print_record, before)
     coordinator.run()
     if silent := coordinator.silent_hosts:
@@ -142,7 +142,7 @@ def _wait_for_rank_0(comm: Any, tag: int) -> None:
 
 
 def _print_record(record: Record) -> None:
-    print(encode(record), flush=True)
+    print(encode_record(record), flush=True)
 
 
 def _exit(skip_finalize: bool) -> None:

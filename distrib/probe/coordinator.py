@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from distrib.probe import journal, schedule
-from distrib.probe.diagnosis.check_inputs import CheckInputs, collect_inputs
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, collect_inputs
 from distrib.probe.measurement_runner import MeasurementRunner
 from distrib.probe.participants import Participants
 from distrib.probe.protocol import ProbeSpec, RankHello
@@ -161,7 +161,7 @@ class Coordinator:
             self._run_transfers(stage)
         return find_shared_link(self._inputs(), self.runner, self.start.primary, self.emit)
 
-    def _inputs(self) -> CheckInputs:
+    def _inputs(self) -> DiagnosisInputs:
         inputs = collect_inputs([self.start, *self._pairs])
         assert inputs
         return inputs

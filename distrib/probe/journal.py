@@ -13,7 +13,15 @@ from pathlib import Path
 import msgspec
 
 from distrib.errors import ConfigError
-from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, decode, encode
+from distrib.probe.records import (
+    PairMeasurement,
+    ProbeEnded,
+    ProbeStarted,
+    Record,
+    StageDone,
+    decode_record,
+    encode_record,
+)
 from distrib.probe.settings import Mode, Transport
 
 MAX_AGE_SECONDS = 3600.0
@@ -124,7 +132,7 @@ class Journal:
             A message for the user: that an interrupted probe is resumed, or why not.
         """
         message = None
-        if line.startswith('{"type":"started"') and isinstance(now := decode(line), ProbeStarted):
+        if line.startswith('{"type":"started"') and isinstance(now := decode_record(line), ProbeStarted):
             before = [record for record in self.read() if isinstance(record, ProbeStarted)]
             if why := next(filter(None, (network_change(start, now) for start in before)), None):
                 message = f"distrib-topo: ignoring the probe of {before[0].when} in {self.path}: {why}; starting again"
@@ -170,7 +178,7 @@ class Journal:
                 continue
             if {record.source, record.target} <= set(present):
                 kept.append(msgspec.structs.replace(record, curve=()))
-        return "".join(encode(record) + "\n" for record in kept).encode()
+        return "".join(encode_record(record) + "\n" for record in kept).encode()
 
     def remove(self) -> None:
         """Close and delete the file."""
@@ -179,7 +187,7 @@ class Journal:
 
 
 def _decode_lines(lines: Sequence[bytes]) -> list[Record]:
-    return [record for line in lines if (record := decode(line))]
+    return [record for line in lines if (record := decode_record(line))]
 
 
 def _latest_network(records: Iterable[Record]) -> list[Record]:

@@ -188,7 +188,7 @@ Record = (
 _DECODER = msgspec.json.Decoder(Record)
 
 
-def encode(record: Record) -> str:
+def encode_record(record: Record) -> str:
     """Encode a record as a line, without its end.
 
     Args:
@@ -197,7 +197,7 @@ def encode(record: Record) -> str:
     return msgspec.json.encode(record).decode()
 
 
-def decode(line: str | bytes) -> Record | None:
+def decode_record(line: str | bytes) -> Record | None:
     """Decode a line.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from distrib.cluster import shared_links
 from distrib.cluster.shared_links import Pair, Round
 from distrib.probe.bench.polling import ProbeTimeout
-from distrib.probe.diagnosis.check_inputs import CheckInputs, RatesAlone
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, RatesAlone
 from distrib.probe.diagnosis.oversubscription import cpus_saturated
 from distrib.probe.diagnosis.remeasure import concurrent_pairs_slowed, links_to_remeasure
 from distrib.probe.measurement_runner import MeasurementRunner
@@ -22,7 +22,7 @@ MAX_SIDES_ATTEMPTS = 3
 """Attempts to find the sides of a shared link: other processes on a host can spoil one."""
 
 
-def suspicious_stage(inputs: CheckInputs, runner: MeasurementRunner, transport: Transport) -> Stage | None:
+def suspicious_stage(inputs: DiagnosisInputs, runner: MeasurementRunner, transport: Transport) -> Stage | None:
     """Plan the links to measure again, alone.
 
     Args:
@@ -43,7 +43,7 @@ def suspicious_stage(inputs: CheckInputs, runner: MeasurementRunner, transport: 
 
 
 def find_shared_link(
-    inputs: CheckInputs, runner: MeasurementRunner, transport: Transport, emit: Callable[[SharedLinkSides], None]
+    inputs: DiagnosisInputs, runner: MeasurementRunner, transport: Transport, emit: Callable[[SharedLinkSides], None]
 ) -> Sequence[str]:
     """Find the hosts on both sides of a link that concurrent pairs share.
 

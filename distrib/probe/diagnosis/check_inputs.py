@@ -73,7 +73,7 @@ class RatesAlone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CheckInputs:
+class DiagnosisInputs:
     """What one check may read. Rates are those of one network and one transport, which `over` and `networks` change."""
 
     hosts: tuple[str, ...]
@@ -183,7 +183,7 @@ class CheckInputs:
         """
         return self.pair_class(record) >= self.host_class(host)
 
-    def over(self, transport: Transport) -> CheckInputs:
+    def over(self, transport: Transport) -> DiagnosisInputs:
         """Return the inputs of another transport on the same network.
 
         Args:
@@ -192,7 +192,7 @@ class CheckInputs:
         return dataclasses.replace(self, transport=transport)
 
     @cached_property
-    def networks(self) -> tuple[CheckInputs, ...]:
+    def networks(self) -> tuple[DiagnosisInputs, ...]:
         """The inputs of each secondary network, sorted by subnet."""
         found = []
         for network in other_networks(tuple(self.facts.values())):
@@ -218,7 +218,7 @@ def rate_classes(nic_rates: Mapping[str, float]) -> dict[str, float]:
 
 def collect_inputs(
     records: Sequence[Record], configured_nics: Mapping[str, Sequence[Nic]] | None = None
-) -> CheckInputs | None:
+) -> DiagnosisInputs | None:
     """Build the inputs of the job's network from a probe's records.
 
     Args:
@@ -233,7 +233,7 @@ def collect_inputs(
         return None
     facts = {each.host: each for start in starts for each in start.facts}
     sides = [record for record in records if isinstance(record, SharedLinkSides)]
-    return CheckInputs(
+    return DiagnosisInputs(
         hosts=starts[0].hosts,
         primary=starts[0].primary,
         transport=starts[0].primary,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from distrib.cluster.node import Nic
-from distrib.probe.diagnosis.check_inputs import CheckInputs, collect_inputs
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, collect_inputs
 from distrib.probe.diagnosis.finding import Finding, rank_findings
 from distrib.probe.diagnosis.gpus import (
     find_gpudirect_without_gain,
@@ -36,7 +36,7 @@ from distrib.probe.diagnosis.oversubscription import find_oversubscribed_uplinks
 from distrib.probe.diagnosis.unmeasured import find_lost_hosts, find_unmeasured_pairs
 from distrib.probe.records import Record
 
-Check = Callable[[CheckInputs], Iterable[Finding]]
+Check = Callable[[DiagnosisInputs], Iterable[Finding]]
 
 FAILURE_CHECKS: tuple[Check, ...] = (find_lost_hosts, find_unmeasured_pairs)
 """Checks of the transport by which links are not judged."""
@@ -63,7 +63,7 @@ CHECKS: tuple[Check, ...] = (
 """Checks of the network of the job, over the transport by which links are judged."""
 
 
-def run_checks(inputs: CheckInputs) -> tuple[Finding, ...]:
+def diagnose_measurements(inputs: DiagnosisInputs) -> tuple[Finding, ...]:
     """Run all checks.
 
     Args:
@@ -98,10 +98,10 @@ def check_records(
         The findings, ranked; none if the probe did not start.
     """
     inputs = collect_inputs(records, configured_nics)
-    return run_checks(inputs) if inputs else ()
+    return diagnose_measurements(inputs) if inputs else ()
 
 
-def _apply(checks: Sequence[Check], inputs: CheckInputs) -> list[Finding]:
+def _apply(checks: Sequence[Check], inputs: DiagnosisInputs) -> list[Finding]:
     return [finding for check in checks for finding in check(inputs)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from distrib.cluster.measurements import IntraNodeLinkMeasurement
 from distrib.cluster.node import shown_hosts
-from distrib.probe.diagnosis.check_inputs import CheckInputs
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs
 from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.settings import LIMITS
 from distrib.units import format_rate, format_size
@@ -19,7 +19,7 @@ GpuName = tuple[str, str]
 """Host and GPU, such as `("n1", "gpu0")`."""
 
 
-def find_gpudirect_without_gain(inputs: CheckInputs) -> Iterator[Finding]:
+def find_gpudirect_without_gain(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report that all-reduce over the whole cluster is no faster with GPUDirect RDMA than without."""
     times: dict[bool, dict[int, float]] = {True: {}, False: {}}
     most = max((each.ranks for each in inputs.collectives), default=0)
@@ -38,7 +38,7 @@ def find_gpudirect_without_gain(inputs: CheckInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def find_narrow_pcie(inputs: CheckInputs) -> Iterator[Finding]:
+def find_narrow_pcie(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report GPUs with fewer PCIe lanes than possible. Idle GPUs reduce their link: only active ones count."""
     for host, facts in inputs.facts.items():
         for gpu in inputs.gpus_after_use.get(host, facts.gpus):
@@ -54,7 +54,7 @@ def find_narrow_pcie(inputs: CheckInputs) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def find_slow_gpu_copies(inputs: CheckInputs) -> Iterator[Finding]:
+def find_slow_gpu_copies(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report GPUs with slower copies than GPUs of the same name."""
     slow: dict[GpuName, list[tuple[float, IntraNodeLinkMeasurement, list[IntraNodeLinkMeasurement]]]] = {}
     for comparable in _comparable_copies(inputs):
@@ -78,7 +78,7 @@ def find_slow_gpu_copies(inputs: CheckInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _comparable_copies(inputs: CheckInputs) -> list[list[IntraNodeLinkMeasurement]]:
+def _comparable_copies(inputs: DiagnosisInputs) -> list[list[IntraNodeLinkMeasurement]]:
     """Group copies by the GPUs' names, the path and the direction.
 
     Pairs of GPUs have different numbers of NVLinks: each is compared with the same pair of other hosts. Copies within host

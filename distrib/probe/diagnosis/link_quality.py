@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from distrib.probe.diagnosis.check_inputs import CheckInputs, LinkRates
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, LinkRates
 from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.diagnosis.oversubscription import MAX_LISTED
 from distrib.probe.records import PairMeasurement
@@ -15,7 +15,7 @@ HEADER_BYTES = 52
 """IP and TCP headers with time stamps, in each packet."""
 
 
-def find_noisy_links(inputs: CheckInputs) -> Iterator[Finding]:
+def find_noisy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report links whose rate alone varies much more than that of others."""
     calm: dict[tuple[str, str], PairMeasurement] = {}
     for record in inputs.under("alone"):
@@ -36,7 +36,7 @@ def find_noisy_links(inputs: CheckInputs) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def find_lossy_links(inputs: CheckInputs) -> Iterator[Finding]:
+def find_lossy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report, as one finding, links on which TCP sends segments again though there is no other traffic."""
     fractions = _retransmitted_fractions(inputs)
     # The lower quartile: of three hosts a lossy one is at an end of most links.
@@ -60,7 +60,7 @@ def find_lossy_links(inputs: CheckInputs) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _retransmitted_fractions(inputs: CheckInputs) -> LinkRates:
+def _retransmitted_fractions(inputs: DiagnosisInputs) -> LinkRates:
     """Return the lowest fraction of TCP segments that each link sent again while it was measured alone."""
     fractions: LinkRates = {}
     for record in inputs.over("tcp").under("alone"):
@@ -72,7 +72,7 @@ def _retransmitted_fractions(inputs: CheckInputs) -> LinkRates:
     return fractions
 
 
-def find_flapping_nics(inputs: CheckInputs) -> Iterator[Finding]:
+def find_flapping_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report NICs whose link went down and up far more often than others."""
     nics = {host: inputs.nic(host) for host in inputs.nic_names}
     changes = {host: nic.carrier_changes for host, nic in nics.items() if nic and nic.carrier_changes is not None}
@@ -88,7 +88,7 @@ def find_flapping_nics(inputs: CheckInputs) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def find_mtu_differences(inputs: CheckInputs) -> Iterator[Finding]:
+def find_mtu_differences(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts whose NIC has another MTU than most."""
     nics = {host: inputs.nic(host) for host in inputs.nic_names}
     mtus = {host: nic.mtu for host, nic in nics.items() if nic and nic.mtu}

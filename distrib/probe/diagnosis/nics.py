@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from distrib.cluster.hardware_catalog import LinkKind
 from distrib.cluster.link_spec import LinkSpec, parse_network_link
 from distrib.cluster.node import Nic, name_hosts, shown_hosts
-from distrib.probe.diagnosis.check_inputs import CheckInputs, rate_classes
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, rate_classes
 from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import HostFacts
 from distrib.probe.settings import LIMITS, Transport
@@ -21,7 +21,7 @@ MAX_COMMON_SPREAD = 1.1
 """Hosts whose best rates differ less than this have one common limit, such as the switch."""
 
 
-def find_mixed_nics(inputs: CheckInputs) -> Iterator[Finding]:
+def find_mixed_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts with slower NICs than most: they are compared among themselves, and a job over all hosts waits for them.
 
     A single such host more likely has a bad cable, which made its NIC negotiate a lower rate.
@@ -44,7 +44,7 @@ def find_mixed_nics(inputs: CheckInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def find_nics_below_nominal(inputs: CheckInputs) -> Iterator[Finding]:
+def find_nics_below_nominal(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts that reach much less than the catalogue expects of their NIC, with peers as fast as they are."""
     best = _best_nominal_fractions(inputs)
     low = {host: best[host] for host in inputs.facts if host in best and best[host][0] < LIMITS.severe_fraction}
@@ -64,7 +64,7 @@ def find_nics_below_nominal(inputs: CheckInputs) -> Iterator[Finding]:
         yield _below_nominal(f"{host}:", (host,), fraction, nic, advice)
 
 
-def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, LinkSpec]]:
+def _best_nominal_fractions(inputs: DiagnosisInputs) -> dict[str, tuple[float, LinkSpec]]:
     """Return each host's best rate as a fraction of what the slower NIC of the pair should carry, with that NIC."""
     nics = {
         host: nic
@@ -116,7 +116,7 @@ def _nic_link(bytes_per_second: float, kind: LinkKind) -> LinkSpec:
     return parse_network_link(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
 
 
-def find_unknown_nics(inputs: CheckInputs) -> Iterator[Finding]:
+def find_unknown_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report NICs of the topology file that the hosts do not have."""
     absent: dict[str, list[str]] = {}
     real = {host: _device_names(facts) for host, facts in inputs.facts.items()}
@@ -137,7 +137,7 @@ def _device_names(facts: HostFacts) -> tuple[str, ...]:
     return (*(interface.name for interface in facts.interfaces), *facts.rdma_devices)
 
 
-def find_faster_networks(inputs: CheckInputs) -> Iterator[Finding]:
+def find_faster_networks(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report networks whose slowest pair and median are better than on the network in use."""
     own = [record.bandwidth_bytes_per_second for record in inputs.under("alone")]
     for network in inputs.networks:
@@ -154,13 +154,13 @@ def find_faster_networks(inputs: CheckInputs) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _use_network(network: CheckInputs, facts: Mapping[str, HostFacts]) -> str:
+def _use_network(network: DiagnosisInputs, facts: Mapping[str, HostFacts]) -> str:
     use = f"use it with --interface {network.network}"
     without = [host for host in facts if host not in network.hosts]
     return f"bring up the NICs of {name_hosts(without)} on it, or leave these hosts out, and {use}" if without else use
 
 
-def find_mpi_without_rdma(inputs: CheckInputs) -> Iterator[Finding]:
+def find_mpi_without_rdma(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts with InfiniBand or RoCE on which MPI uses TCP."""
     hosts = tuple(host for host, each in inputs.facts.items() if each.rdma_bytes_per_second and not each.mpi_over_rdma)
     if hosts and len(inputs.facts) > 1:

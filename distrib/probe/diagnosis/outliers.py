@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from distrib.probe.diagnosis.check_inputs import CheckInputs, LinkRates
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, LinkRates
 from distrib.probe.diagnosis.finding import Finding, Severity
 from distrib.probe.records import LoadPattern, PairMeasurement, fastest_measurements
 from distrib.probe.settings import LIMITS
@@ -51,7 +51,7 @@ def upper_quartile(values: Sequence[float]) -> float:
     return sorted(values)[-1 - len(values) // 4]
 
 
-def find_slow_hosts(inputs: CheckInputs) -> Iterator[Finding]:
+def find_slow_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts that send or receive slower than comparable hosts with every peer."""
     by_class: dict[float, dict[str, dict[str, float]]] = {}
     for direction, rates in _host_rates(inputs).items():
@@ -67,7 +67,7 @@ def find_slow_hosts(inputs: CheckInputs) -> Iterator[Finding]:
                 yield _slow_host(inputs, host, low, median)
 
 
-def _slow_host(inputs: CheckInputs, host: str, low: dict[str, float], median: float) -> Finding:
+def _slow_host(inputs: DiagnosisInputs, host: str, low: dict[str, float], median: float) -> Finding:
     rate = min(low.values())
     ratio = rate / median
     count = sum(host in (record.source, record.target) for record in inputs.under("alone"))
@@ -81,7 +81,7 @@ def _slow_host(inputs: CheckInputs, host: str, low: dict[str, float], median: fl
     )  # fmt: skip
 
 
-def _host_rates(inputs: CheckInputs) -> dict[str, dict[str, float]]:
+def _host_rates(inputs: DiagnosisInputs) -> dict[str, dict[str, float]]:
     """Return the rate that each host reached alone, by direction: "sends" and "receives", or "runs" for both together.
 
     --quick measures some hosts in one direction only; directions are then not distinguished.
@@ -92,7 +92,7 @@ def _host_rates(inputs: CheckInputs) -> dict[str, dict[str, float]]:
     return {"sends": _rates_at(inputs, ("source",)), "receives": _rates_at(inputs, ("target",))}
 
 
-def _rates_at(inputs: CheckInputs, ends: Sequence[str]) -> dict[str, float]:
+def _rates_at(inputs: DiagnosisInputs, ends: Sequence[str]) -> dict[str, float]:
     """Return the upper quartile of each host's rates alone, at these ends of its links. The median may be that of slow peers.
 
     Hosts without enough measurements alone, or that were faster beside other traffic, are left out.
@@ -109,7 +109,7 @@ def _rates_at(inputs: CheckInputs, ends: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _rates_by_host(inputs: CheckInputs, load: LoadPattern, ends: Sequence[str]) -> dict[str, list[float]]:
+def _rates_by_host(inputs: DiagnosisInputs, load: LoadPattern, ends: Sequence[str]) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {}
     for record in fastest_measurements(inputs.under(load)).values():
         for host in (getattr(record, end) for end in ends):
@@ -118,18 +118,18 @@ def _rates_by_host(inputs: CheckInputs, load: LoadPattern, ends: Sequence[str]) 
     return rates
 
 
-def _slow_host_names(inputs: CheckInputs) -> set[str]:
+def _slow_host_names(inputs: DiagnosisInputs) -> set[str]:
     return {host for finding in find_slow_hosts(inputs) for host in finding.hosts}
 
 
-def _healthy_links(inputs: CheckInputs) -> list[PairMeasurement]:
+def _healthy_links(inputs: DiagnosisInputs) -> list[PairMeasurement]:
     """Return the best measurement alone of each link between hosts that are not slow."""
     slow = _slow_host_names(inputs)
     links = fastest_measurements(inputs.under("alone")).values()
     return [record for record in links if slow.isdisjoint((record.source, record.target))]
 
 
-def _link_classes(inputs: CheckInputs) -> Iterator[tuple[LinkRates, float, float]]:
+def _link_classes(inputs: DiagnosisInputs) -> Iterator[tuple[LinkRates, float, float]]:
     """Yield the rates alone of comparable links, the limit below which one is slow and their median; 0 for few links."""
     # Links were measured again because they looked slow: the median is that of the others.
     planned = {(r.source, r.target) for r in inputs.under("alone") if r.stage != "again"}
@@ -143,7 +143,7 @@ def _link_classes(inputs: CheckInputs) -> Iterator[tuple[LinkRates, float, float
         yield (rates, *(slow_limit(sample) if len(rates) > 2 else (0.0, 0.0)))
 
 
-def find_asymmetric_links(inputs: CheckInputs) -> Iterator[Finding]:
+def find_asymmetric_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report links with one slow direction."""
     for rates, limit, _ in _link_classes(inputs):
         for (source, target), rate in rates.items():
@@ -162,7 +162,7 @@ def find_asymmetric_links(inputs: CheckInputs) -> Iterator[Finding]:
             yield _consider_bond(inputs, finding)
 
 
-def find_slow_links(inputs: CheckInputs) -> Iterator[Finding]:
+def find_slow_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report pairs of healthy hosts with a slow link in both directions."""
     asymmetric = {frozenset(finding.hosts) for finding in find_asymmetric_links(inputs)}
     for rates, limit, median in _link_classes(inputs):
@@ -181,7 +181,7 @@ def find_slow_links(inputs: CheckInputs) -> Iterator[Finding]:
             yield _consider_bond(inputs, finding)
 
 
-def _consider_bond(inputs: CheckInputs, finding: Finding) -> Finding:
+def _consider_bond(inputs: DiagnosisInputs, finding: Finding) -> Finding:
     """Turn a finding about a bond into a note: streams of one measurement may have shared one of its NICs."""
     nics = [inputs.nic(host) for host in finding.hosts]
     if not any(nic and nic.kind in ("bond", "team") for nic in nics):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import SLOWED, groups_of
-from distrib.probe.diagnosis.check_inputs import CheckInputs
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs
 from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
@@ -19,7 +19,7 @@ MAX_LISTED = 6
 """Groups or pairs that one message lists."""
 
 
-def cpus_saturated(inputs: CheckInputs) -> bool:
+def cpus_saturated(inputs: DiagnosisInputs) -> bool:
     """Return True if CPUs were busy in most concurrent measurements: these then say nothing about shared links.
 
     Args:
@@ -29,7 +29,7 @@ def cpus_saturated(inputs: CheckInputs) -> bool:
     return 2 * sum(r.busy > LIMITS.saturated_cpu_fraction for r in concurrent) > len(concurrent)
 
 
-def find_oversubscribed_uplinks(inputs: CheckInputs) -> Iterator[Finding]:
+def find_oversubscribed_uplinks(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report a link with two sides, or the uplinks of several racks, that concurrent pairs share and slow each other on."""
     if cpus_saturated(inputs):
         return
@@ -47,7 +47,7 @@ def find_oversubscribed_uplinks(inputs: CheckInputs) -> Iterator[Finding]:
         yield _uplink_finding(inputs, subject, crossing, (*left, *right))
 
 
-def _several_uplinks(inputs: CheckInputs) -> Iterator[Finding]:
+def _several_uplinks(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report links of an unknown place on which pairs slow each other, twice."""
     parts, phases = _concurrent_parts(inputs)
     slowed = {pair for pair, part in parts.items() if part < SLOWED}
@@ -68,7 +68,7 @@ def _several_uplinks(inputs: CheckInputs) -> Iterator[Finding]:
     )
 
 
-def _concurrent_parts(inputs: CheckInputs) -> tuple[dict[frozenset[str], float], list[list[PairMeasurement]]]:
+def _concurrent_parts(inputs: DiagnosisInputs) -> tuple[dict[frozenset[str], float], list[list[PairMeasurement]]]:
     """Return the fraction of its rate alone that each pair kept beside others, and the measurements by phase."""
     phases: dict[tuple[str, int], list[PairMeasurement]] = {}
     parts: dict[frozenset[str], float] = {}
@@ -80,14 +80,14 @@ def _concurrent_parts(inputs: CheckInputs) -> tuple[dict[frozenset[str], float],
     return parts, list(phases.values())
 
 
-def _kept_fraction(inputs: CheckInputs, record: PairMeasurement) -> float | None:
+def _kept_fraction(inputs: DiagnosisInputs, record: PairMeasurement) -> float | None:
     """Return the measured rate over that alone; None if unknown, or if CPUs may have been the limit."""
     alone = inputs.alone.expected(record.source, record.target)
     usable = alone and record.busy <= LIMITS.saturated_cpu_fraction
     return record.bandwidth_bytes_per_second / alone if usable else None
 
 
-def _slowed_again(inputs: CheckInputs) -> bool:
+def _slowed_again(inputs: DiagnosisInputs) -> bool:
     """Return True if most pairs of the worst phase, at least two, were slowed when it was repeated."""
     again: dict[tuple[str, str], float] = {}
     for record in inputs.under("sharing"):
@@ -98,7 +98,7 @@ def _slowed_again(inputs: CheckInputs) -> bool:
     return sum(part < SLOWED for part in again.values()) >= max(2, len(again) / 2)
 
 
-def _worst_phase(inputs: CheckInputs, phases: Iterable[list[PairMeasurement]]) -> list[PairMeasurement]:
+def _worst_phase(inputs: DiagnosisInputs, phases: Iterable[list[PairMeasurement]]) -> list[PairMeasurement]:
     """Return the phase that lost most bytes per second, slowest pairs first."""
 
     def lost(phase: Iterable[PairMeasurement]) -> float:
@@ -108,7 +108,7 @@ def _worst_phase(inputs: CheckInputs, phases: Iterable[list[PairMeasurement]]) -
 
 
 def _uplink_finding(
-    inputs: CheckInputs, subject: str, crossing: Sequence[PairMeasurement], hosts: tuple[str, ...], *, list_pairs: bool = False
+    inputs: DiagnosisInputs, subject: str, crossing: Sequence[PairMeasurement], hosts: tuple[str, ...], *, list_pairs: bool = False
 ) -> Finding:  # fmt: skip
     # The rate that the hosts can send, not that of a pair alone: an uplink may be narrower than a single host.
     wanted = sum(inputs.alone.of_hosts(record.source, record.target) for record in crossing)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from distrib.cluster.shared_links import SLOWED
-from distrib.probe.diagnosis.check_inputs import CheckInputs, LinkRates
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, LinkRates
 from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
 
@@ -17,7 +17,7 @@ HostEnd = tuple[str, bool]
 """A host, and True for its sending side."""
 
 
-def links_to_remeasure(inputs: CheckInputs, limit: int) -> list[tuple[str, str]]:
+def links_to_remeasure(inputs: DiagnosisInputs, limit: int) -> list[tuple[str, str]]:
     """Select directions to measure again alone.
 
     Args:
@@ -30,7 +30,7 @@ def links_to_remeasure(inputs: CheckInputs, limit: int) -> list[tuple[str, str]]
     return list(dict.fromkeys([*_suspicious_links(inputs)[:limit], *_slowed_neighbours(inputs)[:limit]]))
 
 
-def _suspicious_links(inputs: CheckInputs) -> list[tuple[str, str]]:
+def _suspicious_links(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
     """Return slow or noisy links, worst first, and links of slow hosts with healthy ones, each host's first link first."""
     alone = {(record.source, record.target): record for record in inputs.under("alone")}
     if not alone:
@@ -52,7 +52,7 @@ def _suspicious_links(inputs: CheckInputs) -> list[tuple[str, str]]:
     return sorted(wanted, key=lambda pair: wanted[pair])
 
 
-def concurrent_pairs_slowed(inputs: CheckInputs) -> list[tuple[tuple[str, str], ...]]:
+def concurrent_pairs_slowed(inputs: DiagnosisInputs) -> list[tuple[tuple[str, str], ...]]:
     """List pairs that slowed each other down in one phase, the phase that lost most first.
 
     Args:
@@ -72,7 +72,7 @@ def concurrent_pairs_slowed(inputs: CheckInputs) -> list[tuple[tuple[str, str], 
     return [pairs for _, pairs in sorted(found, reverse=True)]
 
 
-def _slowed_neighbours(inputs: CheckInputs) -> list[tuple[str, str]]:
+def _slowed_neighbours(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
     """Return neighbours of a ring over all hosts that others slowed down and that were never alone.
 
     Predictions of ring all-reduce need their rate alone. Measurements that busy CPUs may have slowed are left out.
@@ -87,7 +87,7 @@ def _slowed_neighbours(inputs: CheckInputs) -> list[tuple[str, str]]:
     return [(a, b) for a, b in ring if frozenset((a, b)) in slowed and not inputs.alone.measured(a, b)]
 
 
-def _slow_alone(inputs: CheckInputs, alone: Mapping[tuple[str, str], PairMeasurement]) -> LinkRates:
+def _slow_alone(inputs: DiagnosisInputs, alone: Mapping[tuple[str, str], PairMeasurement]) -> LinkRates:
     """Return links that are slow alone, each with its fraction of the median of comparable links."""
     classes: dict[float, LinkRates] = {}
     for pair, record in alone.items():
@@ -99,7 +99,7 @@ def _slow_alone(inputs: CheckInputs, alone: Mapping[tuple[str, str], PairMeasure
     return found
 
 
-def _slow_beside_others(inputs: CheckInputs) -> tuple[dict[HostEnd, float], LinkRates]:
+def _slow_beside_others(inputs: DiagnosisInputs) -> tuple[dict[HostEnd, float], LinkRates]:
     """Return what was slow while all pairs of a round sent, each with its fraction of the usual rate.
 
     Host ends are slow with most peers. Links are slower than the rest of their round and than both hosts usually are.
@@ -124,7 +124,7 @@ def _slow_beside_others(inputs: CheckInputs) -> tuple[dict[HostEnd, float], Link
     return _slow_ends(inputs, usual), links
 
 
-def _slow_ends(inputs: CheckInputs, usual: Mapping[HostEnd, float]) -> dict[HostEnd, float]:
+def _slow_ends(inputs: DiagnosisInputs, usual: Mapping[HostEnd, float]) -> dict[HostEnd, float]:
     """Return host ends below the median of comparable ones, each with its fraction of that."""
     found: dict[HostEnd, float] = {}
     for own in {inputs.host_class(host) for host, _ in usual}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from distrib.probe.diagnosis.check_inputs import CheckInputs
+from distrib.probe.diagnosis.check_inputs import DiagnosisInputs
 from distrib.probe.diagnosis.finding import Finding, Severity
 from distrib.probe.records import NO_REPLY, STALL_MESSAGES
 
@@ -14,7 +14,7 @@ Failures = dict[tuple[str, str], str]
 """Reason of the failure, by source and target host."""
 
 
-def find_lost_hosts(inputs: CheckInputs) -> Iterator[Finding]:
+def find_lost_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts with which most others failed, or that did not reply to several."""
     bad = _failures(inputs)
     for host in _failed_hosts(inputs, bad):
@@ -38,7 +38,7 @@ def find_lost_hosts(inputs: CheckInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def find_unmeasured_pairs(inputs: CheckInputs) -> Iterator[Finding]:
+def find_unmeasured_pairs(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report pairs that failed, of hosts that are not lost."""
     bad = _failures(inputs)
     lost = _failed_hosts(inputs, bad)
@@ -71,11 +71,11 @@ def lost_host_finding(host: str, why: str) -> Finding:
     )  # fmt: skip
 
 
-def _failure_severity(inputs: CheckInputs) -> Severity:
+def _failure_severity(inputs: DiagnosisInputs) -> Severity:
     return "error" if inputs.judges_links else "warning"
 
 
-def _failures(inputs: CheckInputs) -> Failures:
+def _failures(inputs: DiagnosisInputs) -> Failures:
     """Return the first failure of each pair that never succeeded, or that lost a host since.
 
     A network or transport on which nothing passes has none: the probe gave it up, with a note.
@@ -91,7 +91,7 @@ def _failures(inputs: CheckInputs) -> Failures:
     return bad
 
 
-def _failed_hosts(inputs: CheckInputs, bad: Failures) -> set[str]:
+def _failed_hosts(inputs: DiagnosisInputs, bad: Failures) -> set[str]:
     """Return hosts that failed with 80 % of all peers, or did not reply to two or more."""
     found = set()
     for host in inputs.hosts:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
-from distrib.probe.records import Record, StageDone, decode
+from distrib.probe.records import Record, StageDone, decode_record
 
 LINE_INTERVAL_SECONDS = 2.0
 LAUNCHER_PREFIX = "distrib-launch: "
@@ -70,7 +70,7 @@ class ProgressStreams:
 
     def _take_output(self, line: str) -> None:
         line = _RANK_TAG.sub("", line)
-        record = decode(line)
+        record = decode_record(line)
         if record is None:
             self._take_error(line)
             return
