@@ -107,8 +107,8 @@ class Preparer:
         known = {id(stepper.optimizer) for stepper in self._state.steppers}
         prepared = [self._prepare(thing, options) for thing in things]
         if self._world.size > 1:
-            hand_out = state_sync.hand_out_settings if self._elastic else state_sync.hand_out
-            hand_out([thing for thing in things if id(thing) not in known], self._collectives)
+            broadcast = state_sync.broadcast_settings if self._elastic else state_sync.broadcast_states
+            broadcast([thing for thing in things if id(thing) not in known], self._collectives)
         return prepared
 
     def pair(self) -> None:

@@ -1,4 +1,4 @@
-"""Batches and other nested things on another device."""
+"""Recursive copy of batches and other nested objects to a device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from torch.nn.utils.rnn import PackedSequence
 def move_to_device(
     batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool] = lambda tensor: True
 ) -> Any:
-    """`batch` with every tensor in it, of those that `which` picks, on `device`; the rest as it is.
+    """Copy the tensors of a batch to a device. Pinned tensors are copied asynchronously.
 
-    Looks into tuples, lists, mappings and dataclasses however nested; what has a `to` of its own, such as a graph or the batch of a
-    tokenizer, is asked to go. Pinned tensors are copied while the script goes on.
+    Args:
+        batch: Tensors in tuples, lists, mappings and dataclasses. An object with a `to` of its own, such as a graph, is moved by it.
+        device: The target.
+        which: Selects tensors (default: all).
+
+    Returns:
+        The batch with these tensors on the device. Anything else is the same object.
     """
 
     def one(value: Any) -> Any:
@@ -38,10 +43,10 @@ def move_to_device(
         return type(batch)(*map(one, batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(map(one, batch))
-    # Of a mapping the class is asked: attributes of it may be its keys.
+    # The class of a mapping: its attributes may be keys.
     where = type(batch) if isinstance(batch, MutableMapping) else batch
     if callable(getattr(where, "to", None)) and not isinstance(batch, (type, nn.Module)):
-        # From memory that is not pinned torch waits all the same. Some know no such word, and some go to other things than devices.
+        # Some have no non_blocking, and some `to` methods take no device.
         for words in ({"non_blocking": True}, {}):
             with contextlib.suppress(TypeError):
                 there = batch.to(device, **words)

@@ -1,4 +1,4 @@
-"""Checkpoints: one file, written whole or not at all, that opens without running code."""
+"""The file format of checkpoints: written atomically, and read without running code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ def write(
     backend: dict[str, Any] | None = None,
     stamp: Stamp = NO_STAMP,
 ) -> None:
-    """Writes the states of `objects` and the plain values among them to `path`, in place of what is there.
+    """Write a checkpoint beside `path`, flush it to the disk and rename it, so that `path` is complete at every moment.
 
-    Models are named as they were before `prepare` and torch.compile. `backend` is the state of the mode of training, `stamp` tells
-    when in the run it is.
+    Args:
+        path: The file to replace.
+        objects: Objects with a state_dict, and plain values. Names in models are those without DDP and torch.compile.
+        backend: State of the training strategy.
+        stamp: The identity of the checkpoint.
 
-    The file is complete at every moment: it is written beside `path`, brought to the disk and then renamed.
-    Numbers of numpy are saved as Python's. Raises TrainingError for what `read` could not open safely; then the file is as it was.
+    Raises:
+        TrainingError: `read` could not open the content safely. The old file stays.
     """
     states = {name: _without_numpy(_state(thing)) for name, thing in objects.items() if has_state(thing)}
     values = {name: _without_numpy(thing) for name, thing in objects.items() if not has_state(thing)}
@@ -87,7 +90,7 @@ def _save(content: dict[str, Any], file: IO[bytes]) -> None:
 
 
 def _remove_partial(folder: Path, prefix: str) -> None:
-    """Remove what processes of this host left that were killed while they wrote: they do not hold its lock any more."""
+    """Remove partial files of killed processes of this host, which do not hold their lock any more."""
     for name in os.listdir(folder):
         if name.startswith(prefix):
             with contextlib.suppress(OSError), (folder / name).open("rb") as file:
@@ -96,7 +99,7 @@ def _remove_partial(folder: Path, prefix: str) -> None:
 
 
 def _check_opens(path: str, states: dict[str, Any]) -> None:
-    """Raises TrainingError where `read` could not open the file that was written to `path`, with the place in `states`."""
+    """Raise TrainingError with the path in `states` if `read` could not open the file."""
     try:
         torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # mapped: the numbers are not read again
     except pickle.UnpicklingError as error:
@@ -110,7 +113,7 @@ def _check_opens(path: str, states: dict[str, Any]) -> None:
 
 
 def _unsafe(where: str, thing: Any) -> tuple[str, str] | None:
-    """The first place in `thing` that torch.load refuses, and what is there."""
+    """Find the first path in `thing` that torch.load refuses, and its type."""
     inside: list[tuple[Any, Any]] = []
     if isinstance(thing, dict):
         inside = list(thing.items())
@@ -132,7 +135,14 @@ def _unsafe(where: str, thing: Any) -> tuple[str, str] | None:
 
 
 def content(path: str | os.PathLike[str]) -> bytes | None:
-    """The bytes of the file, or None where there is no such file."""
+    """Read a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its bytes, None if there is no file.
+    """
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
@@ -140,7 +150,7 @@ def content(path: str | os.PathLike[str]) -> bytes | None:
 
 
 class _Memory(io.RawIOBase):
-    """Bytes as a file, none of which is copied before it is read."""
+    """A read-only file over bytes, which copies none before it is read."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data, self._place = memoryview(data), 0
@@ -168,10 +178,19 @@ class _Memory(io.RawIOBase):
 def read(
     data: bytes | memoryview, objects: dict[str, Any], device: torch.device, *, source: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gives the states in `data` to `objects`; returns the plain values, over the ones in `objects`, and the backend's state.
+    """Load the states of a checkpoint.
 
-    Of the values, tensors that were on a GPU come on `device`; all else is on the CPU.
-    Raises TrainingError when `data` is no checkpoint, or lacks the state of an object.
+    Args:
+        data: The content of the file.
+        objects: Objects to load, and default values.
+        device: The device of values that were saved from a GPU. All else is on the CPU.
+        source: The file's name, for messages.
+
+    Returns:
+        The plain values, and the state of the training strategy.
+
+    Raises:
+        TrainingError: `data` is not a checkpoint, or has no state of an object.
     """
     from_gpus: set[int] = set()
 
@@ -210,7 +229,7 @@ def read(
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Where its numbers are in memory."""
+    """Return the address of its elements."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:  # the compressed ones
@@ -219,9 +238,9 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 _COMPILED = "_orig_mod."
-"""What torch.compile puts before the names in a module that it compiled inside another one."""
+"""torch.compile's prefix of names in a compiled submodule."""
 _DDP_PREFIX = "module."
-"""What DistributedDataParallel does, which a script has put around a model itself."""
+"""The prefix of a script's own DistributedDataParallel."""
 
 
 def _state(thing: Any) -> Any:
@@ -241,7 +260,7 @@ def _load(thing: Any, state: Any) -> None:
 
 
 def _names(model: nn.Module, state: Iterable[str]) -> dict[str, str]:
-    """What is called otherwise without `prepare` and torch.compile, and how."""
+    """Map names with wrappers to names without."""
     wrappers = [
         f"{name}."
         for name, module in model.named_modules()
@@ -260,12 +279,19 @@ def _names(model: nn.Module, state: Iterable[str]) -> dict[str, str]:
 
 
 def has_state(thing: Any) -> bool:
-    """Whether `thing` is saved by its state, not as a plain value."""
+    """Test if an object is saved by its state_dict, not as a plain value.
+
+    Args:
+        thing: Any object.
+
+    Returns:
+        True if it has state_dict and load_state_dict.
+    """
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 def _without_numpy(thing: Any) -> Any:
-    """`thing` with Python's numbers in place of numpy's, such as schedules leave in an optimizer: torch.load refuses those."""
+    """Replace NumPy's numbers, as schedulers leave them in an optimizer, by Python's: torch.load refuses them."""
     if isinstance(thing, np.generic):
         return thing.item()
     if isinstance(thing, dict):
@@ -290,7 +316,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Brings the renaming to the disk too, where the file system can."""
+    """Flush the rename to the disk, if the file system can."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,7 +1,6 @@
-"""Who writes a job's checkpoints, and from whose file all ranks go on.
+"""Saving and restoring a job's checkpoints: the main rank writes, and all ranks restore the newest file that a rank sees.
 
-The main rank writes. A job that may be started again has copies on its other hosts (`distrib.training.checkpoint.replicas`), and goes on from
-the newest that any rank sees. What is in the file is `distrib.training.checkpoint.checkpoint_format`'s.
+A restartable job has replicas on its other hosts (`replicas`). The content of the file is in `checkpoint_format`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Checkpoints:
         self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
         self._exchange, self._elastic = exchange, elastic
         self._saves: Counter[str] = Counter()
-        self._told_apart = False
+        self._has_warned = False
 
     def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, is_main: bool) -> None:
         """See `Job.save`."""
@@ -42,18 +41,18 @@ class Checkpoints:
         stamp = self._run.stamp(self._saves[place])
         if is_main:
             if self._backend.replicas_differ and any(isinstance(thing, nn.Module) for thing in objects.values()):
-                self._tell_apart()
+                self._warn_replicas_differ()
             checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
-        elif self._keeps_copies(path):
+        elif self._writes_replica(path):
             try:
                 checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
             # A full disk, or a state that the main rank alone can give: the job has its checkpoint all the same.
             except Exception as error:
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
 
-    def _tell_apart(self) -> None:
-        if not self._told_apart:
-            self._told_apart = True
+    def _warn_replicas_differ(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             log.info(
                 "a checkpoint in the middle of a round of --mode local has the model of the main rank alone: job.settle(), "
                 "called by every rank before job.save, makes it that of all; at the end of an epoch it is"
@@ -84,13 +83,13 @@ class Checkpoints:
             self._backend.load_state_dict(move_to_device(state, self._device))
         return values
 
-    def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:
-        """Whether this rank writes a copy of checkpoints for its host."""
+    def _writes_replica(self, path: str | os.PathLike[str]) -> bool:
+        """Test if this rank writes a replica for its host."""
         one_of_its_host = self._world.local_rank == 0 and self._world.local_size < self._world.size
         return bool(self._run.max_restarts) and one_of_its_host and not self._elastic and not replicas.is_shared(path)
 
     def _newest(self, path: str | os.PathLike[str]) -> int:
-        """The rank that sees the newest checkpoint. Every rank."""
+        """Find the rank that sees the newest checkpoint. Collective."""
         if self._elastic or self._world.size == 1:
             return 0
         stamps = gather_objects(replicas.stamp_of(path))

@@ -1,7 +1,7 @@
-"""Copies of a checkpoint on the hosts of a job that may be started again: the next start may have its main rank elsewhere.
+"""Replicas of a checkpoint on the hosts of a restartable job, and the choice of the newest.
 
-Where each host has files of its own, a checkpoint that the main rank alone had written would be lost with its host, and one that
-lies on a host which comes back is older than those of the others. Every checkpoint says when in the run it was written.
+Where each host has its own file system, a checkpoint of the main rank alone would be lost with its host, and a host that comes back
+has an older one. So every checkpoint has a stamp: when in the run it was written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distrib.environment import DISTRIB_JOB, TORCHELASTIC_MAX_RESTARTS, TORCHELA
 
 
 class Stamp(NamedTuple):
-    """Which checkpoint it is: the name of its run, which of the run's starts, which save of its path in that start, and Unix time."""
+    """The identity of a checkpoint: name of the run, number of its start, number of the save in that start, Unix time."""
 
     run: str
     start: int
@@ -32,14 +32,14 @@ NO_STAMP = Stamp("", 0, 0, 0.0)
 
 SHARED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "virtiofs", "gluster", "orangefs", "pvfs", "weka",
           "panfs", "ocfs2", "gfs2", "dvs", "fuse")  # fmt: skip
-"""How kinds of file systems begin that several hosts have in common, as far as the kernel's name tells."""
+"""Prefixes of the kernel's names of file systems that hosts share."""
 OWN = ("fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs")
-"""Those that begin so and are one host's."""
+"""Names with such a prefix that are local to a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The run that this start of the job belongs to, as the launcher told it."""
+    """The run of this start of the job, from the launcher's environment."""
 
     name: str = ""
     restarts: int = 0
@@ -60,7 +60,14 @@ class Run:
 
 
 def is_shared(path: str | os.PathLike[str]) -> bool:
-    """Whether the file system of `path`, which need not exist, is one that hosts have in common."""
+    """Test if hosts share the file system of a path.
+
+    Args:
+        path: A path that need not exist.
+
+    Returns:
+        True for network file systems.
+    """
     place = Path(path).resolve()
     kinds = {part.mountpoint: part.fstype.lower() for part in psutil.disk_partitions(all=True)}
     kind = next((kinds[str(folder)] for folder in (place, *place.parents) if str(folder) in kinds), "")
@@ -68,7 +75,14 @@ def is_shared(path: str | os.PathLike[str]) -> bool:
 
 
 def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
-    """When the checkpoint was written, NO_STAMP where it does not tell; None where there is no checkpoint."""
+    """Read the stamp of a checkpoint.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The stamp, NO_STAMP if the file has none, None if there is no file.
+    """
     if not Path(path).is_file():
         return None
     try:
@@ -80,10 +94,14 @@ def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
 
 
 def newest(stamps: Sequence[Stamp | None], run: Run) -> int:
-    """The rank whose checkpoint is the one to go on from, the first of several; 0 where there is none. `stamps` are by rank.
+    """Choose the checkpoint to restore: the newest of this run, else of rank 0's run, else of the run that wrote last.
 
-    It is the newest of this run; where there is none of it, the newest of the run that rank 0's is from, or where rank 0
-    has none, of the run that wrote last.
+    Args:
+        stamps: By rank; None where a rank has no checkpoint.
+        run: The present run.
+
+    Returns:
+        The first rank that has it; 0 if no rank has one.
     """
     there = {rank: stamp for rank, stamp in enumerate(stamps) if stamp is not None}
     if not there:
@@ -99,8 +117,15 @@ def newest(stamps: Sequence[Stamp | None], run: Run) -> int:
 
 
 def later(stamps: Sequence[Stamp | None], chosen: int) -> tuple[int, Stamp, Stamp] | None:
-    """Where another run than that of the checkpoint of rank `chosen` has written one later: whose rank's it is, the stamp of the chosen
-    one, and its own. Of several the last."""
+    """Find a later checkpoint of another run than the chosen one's.
+
+    Args:
+        stamps: By rank.
+        chosen: The rank whose checkpoint is restored.
+
+    Returns:
+        The rank with the latest one, the chosen stamp and its stamp; None if there is none.
+    """
     own = stamps[chosen]
     if own is None or own == NO_STAMP:
         return None

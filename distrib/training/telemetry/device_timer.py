@@ -1,4 +1,4 @@
-"""The time of a device: marks in its stream of work, and the seconds between them."""
+"""Timing on a CPU or GPU: marks in its stream of work, and the seconds between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import torch
 
 
 def typical_seconds(seconds: Sequence[float], *, in_bursts: bool) -> float:
-    """What one of these takes as a rule: the median, as a hiccup does not count.
+    """Compute a typical duration: the median, or with bursts the mean, with the longest cut to the second longest.
 
-    Several processes that load begin together, and their batches come `in_bursts`: one step in so many waits for all. Then it is the
-    mean, with the longest cut to the second longest.
+    Args:
+        seconds: Durations.
+        in_bursts: True if loader processes make one step in several wait for all of them.
+
+    Returns:
+        Seconds.
     """
     if not in_bursts or len(seconds) < 2:
         return statistics.median(seconds)
@@ -23,14 +27,14 @@ def typical_seconds(seconds: Sequence[float], *, in_bursts: bool) -> float:
 
 
 class DeviceTimer:
-    """Takes marks on a device. On a GPU a mark is an event in its current stream, so that taking it waits for nothing."""
+    """A timer of a device. On a GPU a mark is an event in the current stream, so that taking it waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """Now, in the order of the device's work; None while that is captured as a CUDA graph, whose events tell no time."""
+        """Return a mark in the order of the device's work; None during the capture of a CUDA graph, which has no times."""
         if not self._cuda:
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -40,20 +44,39 @@ class DeviceTimer:
         return event
 
     def synchronize(self) -> None:
-        """Wait until every mark has happened; before that nothing can be said of them."""
+        """Wait until the device has reached every mark."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
 
     def wait(self, mark: Any) -> None:
-        """Wait until the device has come to a mark."""
+        """Wait until the device has reached a mark.
+
+        Args:
+            mark: A result of `mark`.
+        """
         if self._cuda:
             mark.synchronize()
 
     def has_happened(self, mark: Any) -> bool:
-        """Whether the device has come to a mark."""
+        """Test if the device has reached a mark.
+
+        Args:
+            mark: A result of `mark`.
+
+        Returns:
+            True if it has.
+        """
         return not self._cuda or bool(mark.query())
 
     def seconds(self, since: Any, until: Any) -> float:
-        """Between two marks that have happened; negative where `until` was first."""
+        """Compute the time between two marks that the device has reached.
+
+        Args:
+            since: The first mark.
+            until: The second mark.
+
+        Returns:
+            Seconds, negative if `until` was first.
+        """
         seconds: float = since.elapsed_time(until) / 1000 if self._cuda else until - since
         return seconds

@@ -1,8 +1,7 @@
-"""What the TCP connections of this process carry, as the kernel counts it: to whom, how much, and how long that took.
+"""Bytes and rates of this process's TCP connections, from the kernel's TCP_INFO.
 
-Linux keeps for every connection the bytes that were acknowledged and the time in which it had something to send (struct
-tcp_info in linux/tcp.h); their quotient is the rate of the way to the other host, also where the connection rests most of
-the time.
+Linux counts for every connection the acknowledged bytes and the time in which it had data to send (struct tcp_info in linux/tcp.h).
+Their quotient is the rate of the path to the other host, even if the connection is mostly idle.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from typing import NamedTuple
 import torch
 
 _ACKED, _BUSY, _RECEIVER_LIMITED = 120, 168, 176
-"""Where tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited stand: 64 bits each, times in microseconds (Linux 4.10)."""
+"""Offsets of tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited: 64 bits each, times in microseconds (Linux 4.10)."""
 
-FEWEST_BYTES = 1 << 20
-"""Of less nothing is said: it goes into the socket's buffer."""
+MIN_RATE_BYTES = 1 << 20
+"""Bytes below which no rate is computed: they fit into the socket's buffer."""
 
 
 class Sent(NamedTuple):
-    """What went to one host since the connections were made: bytes acknowledged, seconds in which there was something to send."""
+    """Traffic to one host since the connections were made: acknowledged bytes, seconds with data to send."""
 
     size_bytes: int = 0
     busy_seconds: float = 0.0
 
 
 def sent() -> dict[str, Sent]:
-    """By the other end's address, over all TCP connections of this process that leave the host."""
+    """Return the traffic by the peer's address, over all TCP connections of this process to other hosts."""
     found: dict[str, Sent] = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
@@ -55,13 +54,28 @@ def sent() -> dict[str, Sent]:
 
 
 def sizes(before: Mapping[str, Sent], after: Mapping[str, Sent]) -> dict[str, int]:
-    """Bytes that went between two looks to each host that any went to: connections there are to all."""
+    """Compute the bytes sent to each host between two measurements.
+
+    Args:
+        before: The first result of `sent`.
+        after: The second one.
+
+    Returns:
+        Bytes by address, only of hosts that received any.
+    """
     gone = {address: now.size_bytes - before.get(address, Sent()).size_bytes for address, now in after.items()}
     return {address: size for address, size in gone.items() if size > 0}
 
 
 def are_all(device: torch.device) -> bool:
-    """Whether these connections carry what collectives of tensors on `device` send: NCCL may go by RDMA, past the kernel."""
+    """Test if TCP carries the collectives of a device's tensors: NCCL may use RDMA, past the kernel.
+
+    Args:
+        device: The device of the gradients.
+
+    Returns:
+        True if TCP carries them.
+    """
     return device.type != "cuda" or os.environ.get("NCCL_IB_DISABLE") == "1" or not _has_rdma()
 
 
@@ -72,11 +86,19 @@ def _has_rdma() -> bool:
 
 
 def rates(before: Mapping[str, Sent], after: Mapping[str, Sent]) -> dict[str, float]:
-    """Bytes per second to each host between two looks, of those that much was sent to."""
+    """Compute the rate to each host between two measurements.
+
+    Args:
+        before: The first result of `sent`.
+        after: The second one.
+
+    Returns:
+        Bytes per second by address, only of hosts that received at least `MIN_RATE_BYTES`.
+    """
     found = {}
     for address, now in after.items():
         then = before.get(address, Sent())
         size, seconds = now.size_bytes - then.size_bytes, now.busy_seconds - then.busy_seconds
-        if size >= FEWEST_BYTES and seconds > 0:
+        if size >= MIN_RATE_BYTES and seconds > 0:
             found[address] = size / seconds
     return found
