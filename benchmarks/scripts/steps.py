@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import distrib
-from distrib.training.profiler import Profiler, Wish
+from distrib.training.profiler import Profiler, ProfileRequest
 
 WARM_STEPS = 2
 """Before what is settled is timed once more."""
@@ -95,7 +95,7 @@ def profile(case: dict[str, Any]) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     profiler = Profiler(
         torch.device("cpu"),
-        Wish(name=case["name"], warmup_steps=PROFILE_WARMUP_STEPS, steps=PROFILE_STEPS),
+        ProfileRequest(name=case["name"], warmup_steps=PROFILE_WARMUP_STEPS, steps=PROFILE_STEPS),
         lambda workload, _: found.append(msgspec.to_builtins(workload)),
     )
     profiler.watch(model)

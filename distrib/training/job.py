@@ -28,8 +28,7 @@ from distrib.training.gradient_accumulation import BatchSamples
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.nan_guard import OnNan
 from distrib.training.prepare import PrepareOptions, Preparer
-from distrib.training.profile_file import Profiles
-from distrib.training.profiler import STEPS, WARMUP_STEPS
+from distrib.training.profiler import STEPS, WARMUP_STEPS, JobProfiler
 from distrib.training.rendezvous import join
 from distrib.training.step_observer import LastStep
 from distrib.training.strategies.base import ElasticStrategy, TrainingStrategy, create_strategy
@@ -127,7 +126,7 @@ class Job:
         self._collectives = JobCollectives(world, self._elastic)
         self._checkpoints = Checkpoints(run, strategy, self._collectives, elastic=bool(self._elastic))
         self._status = StatusPipe.from_environment()
-        self._profiles = Profiles(self.device, os.environ, alone=world.size == 1)
+        self._profiles = JobProfiler(self.device, os.environ, alone=world.size == 1)
         self._last_step = LastStep()
         state = self._state = TrainingState(
             strategy=strategy, batch=BatchSamples(own=1, all=world.size), accumulate=strategy.settings.accumulate

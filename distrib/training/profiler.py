@@ -8,6 +8,7 @@ the samples of all of them are the step's.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -15,6 +16,7 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +28,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distrib._version import __version__
-from distrib.bandwidth_model.workload import MAX_VARIATION, Gradient, Workload
+from distrib.bandwidth_model.workload import MAX_VARIATION, Gradient, Workload, write_workload
 from distrib.cluster.hardware_catalog import find_gpu
+from distrib.environment import DISTRIB_PROFILE, DISTRIB_RESULT_FD
 from distrib.errors import TrainingError
+from distrib.training import shutdown
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("training")
 
 WARMUP_STEPS = 5
 STEPS = 20
@@ -37,7 +44,7 @@ FEWEST_STEPS = 5
 """With fewer measured steps than this there is no profile."""
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be measured, and what the workload is to be called."""
 
     name: str
@@ -63,20 +70,20 @@ class _Step:
 class Profiler:
     """Measures the steps of what it is shown with `watch`, and calls `done(workload, steps)` once it has seen enough.
 
-    `problem` says, until then, why there is no profile yet. `hopeless(what)` is called as soon as there can be none; without
+    `problem` says, until then, why there is no profile yet. `on_failure(what)` is called as soon as there can be none; without
     it, `watch` raises TrainingError then.
     """
 
     def __init__(
         self,
         device: torch.device,
-        wish: Wish,
+        request: ProfileRequest,
         done: Callable[[Workload, int], None],
         *,
-        hopeless: Callable[[str], None] | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
         self._device = device
-        self._wish = wish
+        self._request = request
         self._done = done
         self._clock = DeviceTimer(device)
         self._models: list[nn.Module] = []
@@ -94,9 +101,9 @@ class Profiler:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         torch.autograd.backward = self._timed(torch.autograd.backward)
-        self._hopeless = hopeless
+        self._on_failure = on_failure
         self._unprepared = 0
-        if hopeless:
+        if on_failure:
             self._handles.append(register_optimizer_step_post_hook(lambda *_: self._some_step_ends()))
 
     def watch(self, thing: Any) -> None:
@@ -128,10 +135,10 @@ class Profiler:
             return "no model was prepared; hand it to job.prepare() as well"
         if self._taken and not self._gradients:
             return f"no gradient of the model was computed by backward() in {self._taken} step(s)"
-        needed = self._wish.warmup_steps + FEWEST_STEPS
+        needed = self._request.warmup_steps + FEWEST_STEPS
         return (
-            f"the script took {self._taken} step(s); a profile needs {needed} ({self._wish.warmup_steps} to warm up and "
-            f"{FEWEST_STEPS} measured, better {self._wish.steps})"
+            f"the script took {self._taken} step(s); a profile needs {needed} ({self._request.warmup_steps} to warm up and "
+            f"{FEWEST_STEPS} measured, better {self._request.steps})"
         )
 
     def close(self) -> None:
@@ -211,19 +218,19 @@ class Profiler:
         now, children_seconds = self._clock.mark(), _processor_seconds_of_children()
         self._taken += 1
         step = self._step
-        if step and step.backward and self._taken > self._wish.warmup_steps:
+        if step and step.backward and self._taken > self._request.warmup_steps:
             step.end = now
             step.processor_seconds += time.process_time()
             step.loading_seconds += children_seconds
             self._steps.append(step)
         self._step = _Step(now, children_seconds)
-        if len(self._steps) >= self._wish.steps:
+        if len(self._steps) >= self._request.steps:
             self._finish()
 
     def _some_step_ends(self) -> None:
         """A step of any optimizer: after enough of them without one that was prepared, none will be."""
         self._unprepared += not self._optimizers
-        if self._unprepared >= self._wish.warmup_steps + self._wish.steps:
+        if self._unprepared >= self._request.warmup_steps + self._request.steps:
             self._give_up()
 
     # -- what came of it -------------------------------------------------------------------------------------------
@@ -231,9 +238,9 @@ class Profiler:
     def _give_up(self) -> None:
         self._end()
         what = f"no profile: {self.problem}"
-        if self._hopeless is None:
+        if self._on_failure is None:
             raise TrainingError(what)
-        self._hopeless(what)
+        self._on_failure(what)
 
     def _end(self) -> None:
         self.finished = True
@@ -271,7 +278,7 @@ class Profiler:
         used = sum(step.processor_seconds for step in self._steps) / sum(totals) / torch.get_num_threads()
         parameters = [parameter for model in self._models for parameter in model.parameters()]
         return Workload(
-            name=self._wish.name,
+            name=self._request.name,
             origin="measured",
             device=self._device_name(),
             batch=max(1, statistics.median_high(step.samples for step in self._steps)),
@@ -338,3 +345,114 @@ def samples_of(batch: Any) -> int:
     if isinstance(batch, (tuple, list)):
         return next((samples for item in batch if (samples := samples_of(item))), 0)
     return 0
+
+
+EXIT_TIMEOUT_SECONDS = 3.0
+"""Time after which a script that was run for its profile is ended, whatever threads it has."""
+
+
+class ProfileReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply to the launcher through `DISTRIB_RESULT_FD`: the workload and the measured steps, or the problem."""
+
+    workload: Workload | None = None
+    steps: int = 0
+    problem: str = ""
+
+    def send(self) -> None:
+        """Write the reply."""
+        data = msgspec.json.encode(self)
+        while data:
+            data = data[os.write(int(os.environ[DISTRIB_RESULT_FD]), data) :]
+
+
+class JobProfiler:
+    """The profiles of a job, one at a time, on a single rank: for the launcher (`--profile`) or `Job.profile`."""
+
+    def __init__(self, device: torch.device, environ: Mapping[str, str], *, alone: bool) -> None:
+        """Begin a profile if the launcher requests one.
+
+        Args:
+            device: The device of this rank.
+            environ: The environment of this rank.
+            alone: True if the job has one rank.
+        """
+        self._device, self._alone = device, alone
+        self._profiler: Profiler | None = None
+        text = environ.get(DISTRIB_PROFILE)
+        self._for_launcher = bool(text)
+        if text:
+            request = msgspec.json.decode(text, type=ProfileRequest)
+            self._begin(request, self._send_workload, lambda problem: self._leave(ProfileReply(problem=problem)))
+
+    @property
+    def measures(self) -> bool:
+        """True while a profile is measured."""
+        return self._profiler is not None and not self._profiler.finished
+
+    def begin(self, path: str | os.PathLike[str], *, warmup_steps: int, steps: int) -> None:
+        """Begin a profile for the script.
+
+        Args:
+            path: The file to write.
+            warmup_steps: Steps before the measurement.
+            steps: Steps to measure.
+
+        Raises:
+            TrainingError: A profile is measured already, or the job has several ranks.
+        """
+        if self.measures:
+            raise TrainingError("a profile is being measured already", hint="leave out job.profile() or --profile")
+        request = ProfileRequest(name=Path(sys.argv[0] or "script").stem, warmup_steps=warmup_steps, steps=steps)
+        self._begin(request, lambda workload, _: write_workload(path, workload))
+
+    def watch(self, thing: Any) -> None:
+        """Measure a prepared object.
+
+        Args:
+            thing: A model, an optimizer or a loader.
+        """
+        if self._profiler:
+            self._profiler.watch(thing)
+
+    def end(self) -> None:
+        """Finish the profile with the steps so far, at the end of the script.
+
+        Raises:
+            TrainingError: There are too few steps, and the launcher did not request the profile.
+        """
+        if not self._profiler or self._profiler.finished:
+            return
+        try:
+            self._profiler.close()
+        except TrainingError as error:
+            if not self._for_launcher:
+                raise
+            ProfileReply(problem=error.what).send()
+        except SystemExit:
+            pass  # the script is at its end anyway
+
+    def _begin(
+        self,
+        request: ProfileRequest,
+        done: Callable[[Workload, int], None],
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        if not self._alone:
+            raise TrainingError("a profile is measured on one rank alone", hint="run the script without other ranks")
+        self._profiler = Profiler(self._device, request, done, on_failure=on_failure)
+        atexit.register(self._at_exit)
+
+    def _send_workload(self, workload: Workload, steps: int) -> None:
+        self._leave(ProfileReply(workload=workload, steps=steps))
+
+    def _leave(self, reply: ProfileReply) -> None:
+        """Send the reply and end the script."""
+        reply.send()
+        shutdown.exit_within(EXIT_TIMEOUT_SECONDS)
+        raise SystemExit(0)
+
+    def _at_exit(self) -> None:
+        try:
+            self.end()
+        except TrainingError as error:
+            log.info(f"{error}", extra=PLAIN)

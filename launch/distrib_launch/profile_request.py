@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _ProfileReply(msgspec.Struct, kw_only=True):
-    """Result file of the profiled rank (`distrib.training.profile_file`)."""
+    """Result file of the profiled rank (`distrib.training.profiler`)."""
 
     workload: Workload | None = None
     steps: int = 0
