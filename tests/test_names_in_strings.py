@@ -20,6 +20,9 @@ DOTTED = re.compile(r"(?<![\w./])((?:distrib|distrib_launch)(?:\.\w+)+)(?::(\w+)
 FILE = re.compile(r"(?<![\w.])/?((?:distrib|distrib_launch)/\w+(?:/\w+)*(?:\.\w+)?)")
 
 
+LOGGERS = {"distrib.launch", "distrib.topo"}
+
+
 def strings(tree: ast.AST) -> Iterator[str]:
     """Yield the strings of a module, except docstrings and names of loggers."""
     skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -57,7 +60,7 @@ def missing(text: str) -> list[str]:
     """Return the names in a string that are those of nothing."""
     dotted = [f"{name}.{inside}" if inside else name for name, inside in DOTTED.findall(text)]
     files = [path for path in FILE.findall(text) if names_a_file(path)]
-    return [name for name in dotted if not resolves(name)] + [
+    return [name for name in dotted if name not in LOGGERS and not resolves(name)] + [
         path for path in files if not (ROOT / path).exists() and not (ROOT / "launch" / path).exists()
     ]
 
