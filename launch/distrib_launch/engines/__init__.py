@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NAMES = ("mpirun", "srun", "kubernetes")
 """Names of the engines: each is a module of this package with an `ENGINE`."""
 NOT_ASKED = "Slurm has not allocated the hosts yet; inside an allocation hosts are checked"
-"""Reason why hosts are not checked, for messages."""
+"""Reason in messages why the preflight did not check the hosts."""
 
 
 def get(name: str) -> Engine:

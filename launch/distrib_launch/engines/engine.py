@@ -23,7 +23,7 @@ class Engine:
     starts_ranks = True
     """False: the engine writes a manifest and starts nothing from here."""
     uses_ssh_daemons = False
-    """The engine starts daemons over ssh, which it must be allowed to finish starting before it is ended."""
+    """The engine starts daemons over ssh. A daemon that is still starting when the engine ends may outlive it."""
     limits_cpus = False
     """Ranks may get fewer CPUs than their host has."""
     shutdown_seconds = 0.0
@@ -67,7 +67,7 @@ class Engine:
         return ()
 
     def adapt_to_hosts(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with a command that fits what the preflight found on the hosts.
+        """Return the plan with a command adapted to the hosts that the preflight queried.
 
         Args:
             plan: Plan with the hosts' login shells.
@@ -101,7 +101,7 @@ class Engine:
         """
 
     def queued(self, log: Path) -> str:
-        """Return what the engine prints while it waits for hosts; empty if it does not wait.
+        """Return the engine's message while it waits for hosts; empty if it does not wait.
 
         Args:
             log: File with the engine's output.
@@ -109,7 +109,7 @@ class Engine:
         return ""
 
     def explain(self, output: str) -> tuple[str, str] | None:
-        """Return what went wrong and what to do; None if the output says it best.
+        """Return the cause of a failure and a hint; None to show the output unchanged.
 
         Args:
             output: Output of the engine.
@@ -133,11 +133,11 @@ class Engine:
         return ""
 
     def cancelled(self, output: str, *, for_a_reason: bool = False) -> str:
-        """Return who ended the ranks; empty if it was not the engine.
+        """Return a message that names the system which ended the ranks; empty if the engine did not end them.
 
         Args:
             output: Output of the engine.
-            for_a_reason: Only if the engine gives a reason.
+            for_a_reason: True to return a message only if the engine gives a reason.
         """
         return ""
 

@@ -1,7 +1,7 @@
-"""Kubernetes: the plan as an MPIJob of Kubeflow's MPI operator, for the image of the Dockerfile.
+"""Kubernetes engine: the plan as an MPIJob of Kubeflow's MPI operator, with the image of the Dockerfile.
 
-One worker pod per host of the plan serves ssh; the launcher pod runs `distrib-launch` itself on the hostfile that the
-operator mounts, so that inside the cluster all is as anywhere else. The manifest is written; no cluster is contacted.
+Each host of the plan is one worker pod that serves ssh. The launcher pod runs `distrib-launch` on the hostfile that the
+operator mounts, so the launch inside the cluster is an ordinary one. The engine writes a manifest and contacts no cluster.
 Fields: kubeflow.org/v2beta1 as of MPI operator 0.8, https://github.com/kubeflow/mpi-operator.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distrib_launch.launch_options import LaunchOptions, PodOptions
     from distrib_launch.launch_plan import LaunchPlan
 
-# Facts of the Dockerfile's image; a test compares them.
+# Properties of the image; a test compares them with the Dockerfile.
 USER_ID = 2000
 HOME = "/home/trainer"
 INTERPRETER = "/opt/distrib/bin/python3"
@@ -32,19 +32,19 @@ SSHD = ("/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/sshd/config")
 SSH_PORT = 2222
 
 HOSTFILE = "/etc/mpi/hostfile"
-"""Where the operator mounts the hosts."""
+"""Path at which the operator mounts the hostfile."""
 
 SECRET = "distrib-secrets"
-"""The name of the Secret that has what must not stand in a manifest."""
+"""Name of the Secret with the values that must not be in a manifest, such as tokens."""
 
 KEEP_SECONDS = 24 * 3600
-"""How long the finished job and the launcher's log stay."""
+"""Time after which Kubernetes deletes a finished job and the launcher's log."""
 
 AFTER_GRACE_SECONDS = 55
-"""The launcher's, to see its ranks go and to write the result."""
+"""Time beyond the grace time in which the launcher ends its ranks and writes the result."""
 
 NAME_LIMIT = 40
-"""Pods are named after the job, `-worker-<number>` or `-launcher-<random>` added, and a name ends at 63 characters."""
+"""Longest job name in characters: Kubernetes allows 63 for a pod, which adds `-worker-<number>` or `-launcher-<random>`."""
 
 
 def refuse_pod_options(pods: PodOptions) -> None:
@@ -65,7 +65,7 @@ def refuse_pod_options(pods: PodOptions) -> None:
 
 
 def ignored_options(options: LaunchOptions) -> list[str]:
-    """Return the given options that have no effect because pods have an image and a network of their own.
+    """Return the given options that have no effect because pods use the image's programs and the cluster's network.
 
     Args:
         options: Options of the launch.
@@ -100,9 +100,15 @@ def in_image(options: LaunchOptions, script: str, run_dir: str) -> LaunchOptions
 
 
 def slots_per_worker(plan: LaunchPlan) -> int:
-    """Ranks of the script per worker; `ConfigError` where hosts differ, for an MPIJob knows one number only.
+    """Return the number of workers per host, which must be equal: an MPIJob has a single `slotsPerWorker`.
 
-    Parameter servers do not count: the launcher inside the cluster puts them beside the workers, as here.
+    Parameter servers do not count; the launcher inside the cluster starts them beside the workers.
+
+    Args:
+        plan: Plan of the job.
+
+    Raises:
+        ConfigError: Hosts differ in their number of workers, have none, or have chosen GPUs.
     """
     slots = plan.hosts[0].workers
     for host in plan.hosts:
@@ -145,10 +151,10 @@ def manifest(
     slots = slots_per_worker(plan)
     name = job_name(plan)
     labels = {"app.kubernetes.io/name": "distrib", "app.kubernetes.io/instance": name}
-    gpu = any(rank.device != "cpu" for rank in plan.ranks)  # servers are on the CPU
+    gpu = any(rank.device != "cpu" for rank in plan.ranks)  # parameter servers run on the CPU
     launcher_pod = _pod("launcher", image, ["distrib-launch", "-H", HOSTFILE, *words, *plan.script[1:]], labels)
     container = launcher_pod["spec"]["containers"][0]
-    # The launcher passes them on; a login over ssh, as on the workers, would not see them.
+    # On the launcher only: it forwards them, and logins over ssh on the workers would not have them.
     container["env"] = [_variable(name, value) for name, value in environment.items()]
     container["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
     launcher_pod["spec"]["terminationGracePeriodSeconds"] = math.ceil(grace_seconds) + AFTER_GRACE_SECONDS
@@ -181,7 +187,7 @@ def manifest(
             "mpiImplementation": "OpenMPI",
             "sshAuthMountPath": SSH_FOLDER,
             "launcherCreationPolicy": "WaitForWorkersReady",
-            # Whether a rank is started again is the launcher's to say, not the operator's.
+            # The launcher restarts ranks; the operator must not.
             "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": KEEP_SECONDS, "backoffLimit": 0},
             "mpiReplicaSpecs": {
                 "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher_pod},
@@ -192,7 +198,7 @@ def manifest(
 
 
 def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str]) -> dict[str, Any]:
-    """What launcher and workers share: the image, nobody's rights, and room for shared memory."""
+    """Return the part common to launcher and worker pods: image, unprivileged user, shared memory."""
     container: dict[str, Any] = {
         "name": name,
         "image": image,
@@ -214,14 +220,18 @@ def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [container],
-            # Docker's own 64 MiB are too few for DataLoader workers, NCCL and MPI.
+            # The default of 64 MiB is too small for DataLoader workers, NCCL and MPI.
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
         },
     }
 
 
 def job_name(plan: LaunchPlan) -> str:
-    """A DNS label (RFC 1035) made of the script's name and the job's."""
+    """Return the job's name in Kubernetes: a DNS label (RFC 1035) of the script's name and the job's.
+
+    Args:
+        plan: Plan of the job.
+    """
     stem = re.sub(r"[^a-z0-9]+", "-", _stem(plan).lower()).strip("-")
     if not stem[:1].isalpha():
         stem = f"job-{stem}".strip("-")
@@ -229,7 +239,7 @@ def job_name(plan: LaunchPlan) -> str:
 
 
 def _script(plan: LaunchPlan) -> str:
-    """The script's path, or the module's name."""
+    """Return the script's path or the module's name."""
     return plan.script[2] if plan.script[1] == "-m" else plan.script[1]
 
 
@@ -239,19 +249,30 @@ def _stem(plan: LaunchPlan) -> str:
 
 
 def _variable(name: str, value: str) -> dict[str, Any]:
-    """A manifest is shown, sent and kept: what is secret comes from a Secret of the cluster."""
+    """Return the entry of a variable in `env`. A manifest is shared and kept, so secrets refer to a Secret of the cluster."""
     if is_secret(name):
         return {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
     return {"name": name, "value": _literal(value)}
 
 
 def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: Mapping[str, str]) -> tuple[str, ...]:
-    """What is left to do, or to know, for who creates the job."""
+    """Return notes on the network and the secrets that the pods need.
+
+    Args:
+        plan: Plan of the job.
+        environment: Variables that every rank gets from the user.
+        resources: Values of `--pod-resource` by name.
+    """
     return tuple(filter(None, (note_on_network(plan, resources), note_on_secrets(environment))))
 
 
 def note_on_network(plan: LaunchPlan, resources: Mapping[str, str]) -> str:
-    """What keeps pods from InfiniBand or RoCE."""
+    """Return a note if RDMA may not work in the pods; empty for one host or a job on CPUs.
+
+    Args:
+        plan: Plan of the job.
+        resources: Values of `--pod-resource` by name.
+    """
     if len(plan.hosts) < 2 or all(rank.device == "cpu" for rank in plan.ranks):
         return ""
     if any("rdma" in name or "infiniband" in name or name.startswith("vpc.amazonaws.com/efa") for name in resources):
@@ -263,7 +284,11 @@ def note_on_network(plan: LaunchPlan, resources: Mapping[str, str]) -> str:
 
 
 def note_on_secrets(environment: Mapping[str, str]) -> str:
-    """How to make the Secret that the manifest refers to; empty where it refers to none."""
+    """Return the kubectl command that creates the Secret of the manifest; empty if no variable is secret.
+
+    Args:
+        environment: Variables that every rank gets from the user.
+    """
     named = [name for name in environment if is_secret(name)]
     if not named:
         return ""
@@ -272,7 +297,7 @@ def note_on_secrets(environment: Mapping[str, str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text that Kubernetes leaves alone: in commands and variables it replaces `$(NAME)`, and `$$` by `$`."""
+    """Escape text for commands and variables, in which Kubernetes replaces `$(NAME)`, and `$$` by `$`."""
     return text.replace("$", "$$")
 
 
@@ -282,6 +307,15 @@ class Kubernetes(Engine):
     starts_ranks = False
 
     def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
+        """Return the command that creates the job from the manifest.
+
+        Args:
+            plan: Plan without its command.
+            options: Options of the launch.
+
+        Raises:
+            ConfigError: No hosts are named, or an MPIJob cannot express the plan.
+        """
         if any(host.name == "localhost" for host in plan.hosts):
             raise ConfigError(
                 "--engine kubernetes: how many workers?",
@@ -291,6 +325,11 @@ class Kubernetes(Engine):
         return "kubectl", "create", "-f", "-"
 
     def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
+        """Return notes on files that the image needs, and on GPUs.
+
+        Args:
+            plan: Plan with its command.
+        """
         said = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
         if any(rank.device == "auto" for rank in plan.ranks):
             said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")

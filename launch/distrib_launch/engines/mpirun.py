@@ -1,7 +1,7 @@
-"""Engine mpirun: Open MPI's runtime PRRTE starts one `distrib_launch.rank_agent` per slot, over ssh.
+"""mpirun engine: Open MPI's runtime PRRTE starts one `distrib_launch.rank_agent` per slot, over ssh.
 
-Its exit code is ignored and its end is not waited for: it was seen to hang after jobs of very short ranks, and to exit with 0
-after the loss of a host. The exit records of the ranks count.
+The exit records of the ranks decide the outcome. The launcher neither uses mpirun's exit code nor waits for its end: mpirun was seen
+to hang after jobs of very short ranks, and to exit with 0 after the loss of a host.
 """
 
 from __future__ import annotations
@@ -35,26 +35,34 @@ if TYPE_CHECKING:
 
 HOSTFILE = "mpirun-hosts.txt"
 IGNORE_FAILURES = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
-"""Parameters with which PRRTE continues when a process died or a host is silent (mode async); it stops if a daemon ends."""
+"""Parameters for mode async: PRRTE continues if a process dies or a host is silent. It still stops if a daemon ends."""
 
 AGENT_SETTINGS = "agent.json"
+"""File in the run directory with the settings of `ssh_wrapper`."""
 SILENT_FAILURE = 213
 """PRTE_ERR_SILENT as an exit code: a daemon failed without a message; seen once in hundreds of starts on busy machines."""
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
-"""PRRTE components that are disabled: batch systems would replace our slots and our ssh. Unknown names do no harm."""
+"""Disabled PRRTE components: they would replace the planned slots and ssh command. PRRTE ignores unknown names."""
 SHELLS = ("sh", "bash", "zsh", "csh", "tcsh", "ksh", "dash")
 """Login shells for which PRRTE can write remote commands."""
 OTHER_MPIS = (
     ("unknown option .?--prtemca", "of an older Open MPI"),
     (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
 )
-"""Pattern in the output of another MPI's mpirun, and whose it is."""
+"""Pattern in the output of another MPI's mpirun, and the name of that MPI."""
 PASSED_BY_NAME = (DISTRIB_TOKEN, DISTRIB_CONTROL)
-"""Variables that mpirun sends to every host; their values are in no argument list."""
+"""Variables that mpirun sends to every host by name, so that their values appear in no argument list."""
 
 
 def find_mpirun(wanted: str | None) -> str:
-    """The absolute path of mpirun: the one asked for, else the one beside the interpreter, else the first in PATH."""
+    """Return the absolute path of mpirun: `wanted`, else the one beside the interpreter, else the first in PATH.
+
+    Args:
+        wanted: Value of `--mpirun`.
+
+    Raises:
+        ConfigError: There is no such program.
+    """
     if wanted:
         if found := shutil.which(wanted):
             return str(Path(found).absolute())
@@ -70,7 +78,7 @@ def find_mpirun(wanted: str | None) -> str:
 
 
 def _needs_agent(plan: LaunchPlan) -> bool:
-    """Whether Open MPI, which splits its ssh command at blanks and colons, cannot call ssh itself."""
+    """Return True if Open MPI needs `ssh_wrapper`: it splits its ssh command at blanks and colons."""
     return (
         any(host.python for host in plan.hosts)
         or any(not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh)
@@ -79,9 +87,9 @@ def _needs_agent(plan: LaunchPlan) -> bool:
 
 
 def _has_strange_shell(plan: LaunchPlan) -> bool:
-    """Whether the user's login shell, which Open MPI takes for that of every host, or a host's is none that it can write for: fish."""
+    """Return True if a login shell is unsupported by PRRTE, such as fish. PRRTE assumes the local user's shell on every host."""
     shells = {host.shell for host in plan.hosts}
-    with contextlib.suppress(KeyError):  # a user whom this machine does not know, as in a container
+    with contextlib.suppress(KeyError):  # in a container the user id may have no entry in passwd
         shells.add(pwd.getpwuid(os.getuid()).pw_shell)
     return not {Path(shell).name for shell in shells if shell} <= {*SHELLS}
 
@@ -99,7 +107,10 @@ def _agent(plan: LaunchPlan) -> str:
 
 
 def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
-    """The ssh whose connections last as long as the job; where it ends, PRRTE ends all ranks. In mode async none gives a host up."""
+    """Return the ssh command of the daemons. Its connections last as long as the job; PRRTE ends all ranks when one ends.
+
+    In mode async the connections therefore never time out.
+    """
     if plan.mode != "async":
         return tuple(plan.ssh)
     own = {
@@ -110,10 +121,10 @@ def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
 
 
 def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
-    """The process around each rank, run by the interpreter of its host.
+    """Return the command that each rank runs, with the interpreter of its host.
 
-    Of hosts with interpreters of their own each rank finds its own by its number: separate contexts of mpirun would
-    take addresses with colons for slots.
+    If hosts have different interpreters, a shell selects one by the rank's number. Separate contexts of mpirun cannot: they
+    take the end of an address with colons for a number of slots.
     """
     runner = ("-m", "distrib_launch.rank_agent", *([daemonize.FLAG] if plan.mode == "async" else []))
     ranks: dict[str, list[str]] = {}
@@ -131,26 +142,35 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
 
 
 class Mpirun(Engine):
-    """Open MPI's PRRTE, with daemons over ssh."""
+    """Open MPI's PRRTE, with daemons that start over ssh."""
 
     uses_ssh_daemons = True
 
     def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
+        """Return the mpirun command line.
+
+        Args:
+            plan: Plan without its command.
+            options: Options of the launch.
+
+        Raises:
+            ConfigError: There is no mpirun, or its path or that of distrib has blanks.
+        """
         hosts = plan.hosts
         mpirun = find_mpirun(options.mpirun)
         words = [mpirun, "--prefix", str(Path(mpirun).parent.parent)]
         if os.geteuid() == 0:
             words.append("--allow-run-as-root")
-        # Slots in our own hostfile are exactly the planned ranks, so mapping by slot is the plan.
+        # The generated hostfile has one slot for each planned rank, so mapping by slot yields the plan.
         hostfile = f"{options.run_dir}/{HOSTFILE}"
-        # --hostfile would take a path with a comma for two.
+        # --hostfile would split a path at a comma.
         words += ["--prtemca", "prte_default_hostfile", hostfile] if "," in hostfile else ["--hostfile", hostfile]
         words += ["--prtemca", "ras", BATCH_SYSTEMS, "--prtemca", "plm", BATCH_SYSTEMS]
         words += ["--map-by", "slot", "--bind-to", "none"]
         words += ["-np", str(sum(host.ranks for host in hosts))]
         if any(host.name != "localhost" for host in hosts):
-            # Of more than 64 hosts those beyond would be called by the first: whether they may is asked nowhere, their keys and ssh
-            # configuration may be on this machine alone, and a host that one of them does not reach ends the start without a word.
+            # With more than 64 hosts PRRTE would start daemons from other hosts (tree spawn). Those hosts may lack the ssh keys and
+            # configuration of this machine, and one host that cannot be reached would end the start without a message.
             words += ["--prtemca", "plm_ssh_agent", _agent(plan), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
         if plan.mode == "async":
             words += IGNORE_FAILURES
@@ -159,20 +179,42 @@ class Mpirun(Engine):
         return (*words, *_rank_command(plan))
 
     def adapt_to_hosts(self, plan: LaunchPlan) -> LaunchPlan:
+        """Return the plan with `ssh_wrapper` in its command if a host's login shell requires it.
+
+        Args:
+            plan: Plan with the hosts' login shells.
+        """
         words = list(plan.command)
         if "plm_ssh_agent" in words:
             words[words.index("plm_ssh_agent") + 1] = _agent(plan)
         return msgspec.structs.replace(plan, command=tuple(words))
 
     def shell(self, plan: LaunchPlan) -> RemoteShell:
+        """Return ssh, which reaches the hosts before the start.
+
+        Args:
+            plan: Plan of the launch.
+        """
         return RemoteShell(transport="ssh", words=tuple(plan.ssh))
 
     def lacks_variable(self, name: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
+        """Return True if ranks on other hosts do not get a variable that is set here: mpirun forwards none by itself.
+
+        Args:
+            name: Name of the variable.
+            plan: Plan of the launch.
+            environ: Environment of the launcher.
+        """
         handed_on = name in plan.ranks[0].environment
         wanted = bool(environ.get(name)) and not handed_on
         return wanted and not all(is_here(host.name) for host in plan.hosts)
 
     def explain(self, output: str) -> tuple[str, str] | None:
+        """Return a message and a hint if mpirun belongs to another MPI; None otherwise.
+
+        Args:
+            output: Output of mpirun.
+        """
         for sign, whose in OTHER_MPIS:
             if re.search(sign, output, re.MULTILINE):
                 return f"this mpirun is {whose}, not that of Open MPI 5: {output.splitlines()[0]}", (
@@ -182,19 +224,35 @@ class Mpirun(Engine):
         return None
 
     def is_transient_failure(self, output: str) -> bool:
+        """Return True if a daemon failed without a message.
+
+        Args:
+            output: Output of mpirun.
+        """
         return re.search(rf"^\s*Daemon exit status: {SILENT_FAILURE}$", output, re.MULTILINE) is not None
 
     def lost_host(self, output: str) -> str:
+        """Return the host whose daemon PRRTE lost; empty if it reports none.
+
+        Args:
+            output: Output of mpirun.
+        """
         found = re.search(r"^\s*Remote (?:host:|daemon\s*:.* on node)\s*(\S+)", output, re.MULTILINE)
         return found[1] if found else ""
 
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
+        """Write the hostfile, the ssh configuration and the settings of `ssh_wrapper`.
+
+        Args:
+            run_dir: Run directory.
+            plan: Plan of the launch.
+        """
         hosts = plan.hosts
         if _needs_agent(plan):
             own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
             here = str(Path(plan.command[0]).parent.parent)
             prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
-            if _has_strange_shell(plan):  # where a prefix is named, the command is given to a plain shell
+            if _has_strange_shell(plan):  # with a prefix, `ssh_wrapper` runs the command in /bin/sh
                 prefixes = {host.name: here for host in hosts} | prefixes
             settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
             (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
@@ -202,8 +260,14 @@ class Mpirun(Engine):
         ssh.write_ssh_config(run_dir, plan)
 
     def required_programs(self, plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:
+        """Return the path of PRRTE's daemon on a host; nothing if the local installation keeps it elsewhere.
+
+        Args:
+            plan: Plan of the launch.
+            host: Host of the plan.
+        """
         folder = Path(plan.command[0]).parent
-        if not (folder / "prted").exists():  # a site's own may keep it elsewhere
+        if not (folder / "prted").exists():  # the site's Open MPI may keep it in another folder
             return ()
         if host.python and folder == Path(plan.script[0]).parent:  # Open MPI came with the interpreter
             folder = Path(host.python).parent

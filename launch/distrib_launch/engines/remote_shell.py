@@ -1,4 +1,4 @@
-"""Command line in the shell of another host before the job starts: over ssh, or as a step of Slurm's job."""
+"""Remote shell for commands on the hosts before the job starts: over ssh, or as a step of a Slurm job."""
 
 from __future__ import annotations
 

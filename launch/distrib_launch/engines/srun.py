@@ -1,7 +1,7 @@
-"""Slurm: the ranks are the tasks of one job step, placed exactly as the plan says.
+"""srun engine: the ranks are the tasks of one Slurm job step, placed exactly as planned.
 
-Inside an allocation the step runs in it; elsewhere srun asks Slurm for the hosts first, with what its own variables say
-(SLURM_PARTITION, SLURM_ACCOUNT, SLURM_TIMELIMIT, ...). As with mpirun, what counts are the ranks' own exit records.
+Inside an allocation the step runs in it. Elsewhere srun first requests the hosts, with the values of its own variables
+(SLURM_PARTITION, SLURM_ACCOUNT, SLURM_TIMELIMIT, ...). As with mpirun, the exit records of the ranks decide the outcome.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
 HOSTFILE = "srun-hosts.txt"
 PROGRAMS = "srun-programs.txt"
 LIMIT_SECONDS = 30
-"""At least so long before its time limit Slurm sends SIGTERM to the ranks of a job that srun itself asked for."""
+"""Shortest time between the SIGTERM that Slurm sends to the ranks and the time limit, in a job that srun requested."""
 
 LIMIT_MOST_SECONDS = 65_535
+"""Largest time that `--signal` accepts (srun(1))."""
 AFTER_GRACE_SECONDS = 10
-"""What the launcher needs to hear of all ends and write the result."""
+"""Time beyond the grace time in which the launcher receives all exit records and writes the result."""
 
 PROBE_SECONDS = 10.0
+"""Time limit of a query to one of Slurm's commands."""
 CPUS_OF_GPU_RANK = 2
-"""One for the rank, and one for what loads its data."""
+"""CPUs that a rank on a GPU needs: one for itself and one for its data loader."""
 MORE_PROCESSORS = "ask for more with --cpus-per-task=N or --exclusive, for sbatch or salloc"
 BINDS_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
-"""With these in its environment srun divides GPUs among its tasks, and shows each rank one only."""
+"""Variables with which srun divides GPUs among its tasks, so that each rank sees only one."""
 BY_TASK = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
-"""What an allocation gave by task; the step's tasks, which are the plan's ranks, may be others."""
+"""Variables of an allocation that count per task; the step has other tasks, the planned ranks."""
 NOT_OF_A_STEP = ("SSH_CONNECTION", "SLURM_DISTRIBUTION")
-"""What a host that is asked must not take for its own: how the user came here, and how the job's tasks are to be placed."""
+"""Variables that the preflight's steps must not inherit: the user's own ssh login, and the placement of the job's tasks."""
 GPUS = "--gres=gpu:"
 GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK")
 
@@ -64,32 +66,40 @@ EXPLANATIONS = (
     ("Invalid job id", "the Slurm job of SLURM_JOB_ID is over", "ask for another allocation"),
     ("task launch failed", "Slurm could not start the ranks", "see slurmd's log on that host; SLURM_MPI_TYPE=none may help"),
 )  # fmt: skip
-"""Words of srun's, what they mean, and what to do."""
+"""Text in srun's output, its cause, and a hint."""
 
 
 BARRIERS = {"SLURM_PMIX_FENCE": "ring"}
-"""How Slurm makes ranks wait for each other in MPI_Init. By its tree some pass before others are there, which then die of their messages
-(open-mpi/ompi#12495): on three busy hosts 84 of 382 starts of six ranks, with its default, which has both, 6 of 383, and by
-its ring none of 480 (Slurm 22.05.8, PMIx 4.2.2, Open MPI 5.0.11; 26 November 2026)."""
+"""Algorithm of the barrier (PMIx fence) in MPI_Init. With Slurm's tree, some ranks leave it before others have reached it; their messages
+then crash the late ranks (open-mpi/ompi#12495). Failed starts of six ranks on three busy hosts: tree 84 of 382, the default, which
+uses both, 6 of 383, ring 0 of 480 (Slurm 22.05.8, PMIx 4.2.2, Open MPI 5.0.11; 26 November 2026)."""
 
 CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+\w))?")
-"""What the node's daemon prints into the job's output."""
+"""Line that slurmd prints into the job's output when Slurm cancels it, with the reason if there is one."""
 
 
 def find_srun() -> str | None:
-    """The absolute path of srun, or None."""
+    """Return the absolute path of srun; None if there is none."""
     found = shutil.which("srun")
     return str(Path(found).absolute()) if found else None
 
 
 def in_allocation(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is inside a job of Slurm's."""
+    """Return True if this process is inside a Slurm job.
+
+    Args:
+        environ: Environment of the process.
+    """
     return "SLURM_JOB_ID" in environ
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """What Slurm says of its job, with the GPUs of `salloc --gres=gpu:N`, of which the variables say nothing."""
-    said = ("ENVIRONMENT", "SLURM_GPUS_ON_NODE", *GPU_VARIABLES)  # a batch script is told all
+    """Return the environment with the GPUs of `salloc --gres=gpu:N`, which Slurm's variables omit.
+
+    Args:
+        environ: Environment of the process; returned unchanged outside a Slurm job or if it has the number of GPUs.
+    """
+    said = ("ENVIRONMENT", "SLURM_GPUS_ON_NODE", *GPU_VARIABLES)  # in a batch script the variables are complete
     if not in_allocation(environ) or any(name in environ for name in said):
         return environ
     gpus = _gpu_counts(_told(["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%b"]))
@@ -97,10 +107,17 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
 
 
 def refuse_several_launchers(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError where srun starts this launcher once for each of its tasks, each to run the whole job."""
+    """Raise an error if srun started this launcher in several tasks, each of which would run the whole job.
+
+    Args:
+        environ: Environment of the process.
+
+    Raises:
+        ConfigError: This process is one of several tasks, and not an interactive shell.
+    """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     shell = any(name.startswith("SLURM_PTY_") for name in environ) or (sys.stdin and sys.stdin.isatty())
-    if in_allocation(environ) and tasks not in ("", "1") and not shell:  # of --pty there is one alone
+    if in_allocation(environ) and tasks not in ("", "1") and not shell:  # --pty starts the shell in one task only
         raise ConfigError(
             f"srun has started this launcher {tasks} times, and each would run the whole job",
             hint="leave out srun: distrib-launch starts the ranks itself, on all hosts of the allocation",
@@ -108,24 +125,27 @@ def refuse_several_launchers(environ: Mapping[str, str]) -> None:
 
 
 def _step() -> list[str]:
-    """What makes a step of the allocation that is given all of it, beside its other steps."""
+    """Return the options of a step that gets the whole allocation and runs beside its other steps."""
     words = ["--overlap", "--overcommit"]
-    # A step has all GPUs of its job only if it is told how many: else those that were asked for by task, or for the
-    # whole job, are divided, and those of hosts that were asked for whole stay away.
+    # A step gets all GPUs of its job only if it requests their number. Otherwise Slurm divides GPUs that were requested per task
+    # or for the whole job, and gives none of those of exclusive hosts.
     if gpus := slurm.gpus_per_host(os.environ):
         words += [f"{GPUS}{gpus}"]
     return words + _all_gpus_for_each(ENGINE.environment(os.environ))
 
 
 def _all_gpus_for_each(environ: Mapping[str, str]) -> list[str]:
-    """Each rank chooses among all of its host, though Slurm would divide them."""
+    """Return the option that shows each rank all GPUs of its host, if srun would divide them."""
     return ["--gpu-bind=none"] if any(name in environ for name in BINDS_GPUS) else []
 
 
 def few_processors(cpus: int, ranks: int, *, on_gpus: bool) -> str:
-    """What is to be said of a host on which Slurm gave so many processors; empty where they are enough.
+    """Return the reason why a host has too few CPUs; empty if they suffice. Slurm gives one CPU per task by default.
 
-    It gives a task one where nothing was said.
+    Args:
+        cpus: CPUs that Slurm gave on the host.
+        ranks: Ranks on the host.
+        on_gpus: True if the ranks use GPUs.
     """
     if cpus >= ranks * (CPUS_OF_GPU_RANK if on_gpus else 1):
         return ""
@@ -133,12 +153,19 @@ def few_processors(cpus: int, ranks: int, *, on_gpus: bool) -> str:
 
 
 def job_name(plan: LaunchPlan) -> str:
-    """The name that squeue shows."""
+    """Return the job's name in squeue.
+
+    Args:
+        plan: Plan of the job.
+    """
     return f"distrib-{plan.job}"
 
 
 def _gpus_per_node(plan: LaunchPlan) -> int:
-    """GPUs that every host must give: one for each rank of the fullest; where the plan does not know, if they have any."""
+    """Return the GPUs to request on every host: one for each rank of the fullest host.
+
+    If the devices are unknown, Slurm's own count limits the request.
+    """
     devices = {rank.device for rank in plan.ranks if rank.role == "worker"}
     most = max(host.workers for host in plan.hosts)
     if devices == {"cpu"}:
@@ -147,7 +174,7 @@ def _gpus_per_node(plan: LaunchPlan) -> int:
 
 
 def _gpus_of(plan: LaunchPlan) -> list[int]:
-    """How many GPUs each host has, by what Slurm knows of it."""
+    """Return the number of GPUs of each host, as Slurm reports it."""
     hosts = ",".join(host.name for host in plan.hosts)
     told = _told(["sinfo", "--noheader", "--Node", f"--nodes={hosts}", "--format=%N %G"])
     known = dict(line.split(maxsplit=1) for line in told.splitlines() if " " in line.strip())
@@ -155,12 +182,12 @@ def _gpus_of(plan: LaunchPlan) -> list[int]:
 
 
 def _gpu_counts(text: str) -> int:
-    """All GPUs of `gpu:a100:4(S:0-1),gpu:h100:2,nvme:1`."""
+    """Add up the GPUs in text such as `gpu:a100:4(S:0-1),gpu:h100:2,nvme:1`."""
     return sum(int(count) for count in re.findall(r"(?:^|[,:/])gpu(?::[^:,()]+)?:(\d+)", text))
 
 
 def _told(command: Sequence[str]) -> str:
-    """What one of Slurm's commands prints; nothing where it is not here or has nothing to say."""
+    """Return the output of a Slurm command; empty if it is not installed or does not end in time."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -169,9 +196,9 @@ def _told(command: Sequence[str]) -> str:
 
 
 def _mpi(srun: str) -> str:
-    """Slurm's part in MPI: PMIx where it works, so that scripts that use MPI find each other; empty: as the user says.
+    """Return the value of `--mpi`: `pmix` if it works, else `none`; empty if the user has set SLURM_MPI_TYPE.
 
-    `srun --mpi=list` names plugins that cannot be loaded too, so it is tried; nothing is submitted.
+    `srun --mpi=list` also names plugins that cannot be loaded, so a test run tries PMIx; it submits nothing.
     """
     if "SLURM_MPI_TYPE" in os.environ:
         return ""
@@ -181,7 +208,7 @@ def _mpi(srun: str) -> str:
             [srun, "--mpi=pmix", "--test-only", "--ntasks=1", "true"],
             env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:  # a controller that has much to do; what may be there is known here
+    except subprocess.TimeoutExpired:  # Slurm's controller is busy; the list of plugins needs no controller
         return "pmix" if re.search(r"\bpmix\b", _told([srun, "--mpi=list"])) else "none"
     except OSError:
         return "none"
@@ -189,13 +216,22 @@ def _mpi(srun: str) -> str:
 
 
 class Srun(Engine):
-    """Slurm's srun: the ranks are the tasks of one job step."""
+    """Slurm's srun, which starts the ranks as the tasks of one job step."""
 
     limits_cpus = True
     shutdown_seconds = 3.0
-    """An srun that is ended has Slurm kill all processes at once, with those that would have cleaned up."""
+    """Slurm kills all processes as soon as srun is ended, including those that clean up after the ranks."""
 
     def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
+        """Return the srun command line.
+
+        Args:
+            plan: Plan without its command.
+            options: Options of the launch.
+
+        Raises:
+            ConfigError: There is no srun, or no hosts are named outside an allocation.
+        """
         srun = find_srun()
         if srun is None:
             raise ConfigError("--engine srun: no srun here", hint="run it where Slurm is, or use --engine mpirun")
@@ -205,13 +241,13 @@ class Srun(Engine):
                 hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
             )
         words = [srun, "--job-name", job_name(plan), "--ntasks", str(len(plan.ranks))]
-        # One line per rank: the only way by which Slurm takes unequal slots, and hosts in any order. It says how many nodes there
-        # are, too: Slurm 24.11 takes no --nodes beside it.
+        # One line per rank: only this form allows unequal slots and any order of hosts. The file also gives the number of nodes:
+        # Slurm 24.11 rejects --nodes beside it.
         words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
-        # The token comes with the environment. Who failed, and when the others end, is the supervisor's to say.
+        # --export=ALL passes the token. The supervisor decides which rank failed and when the other ranks end, not srun.
         words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
         if plan.mode == "async":
-            words += ["--no-kill"]  # where Slurm gives a node up
+            words += ["--no-kill"]  # the step continues if Slurm loses a node
         if in_allocation():
             words += _step()
         else:
@@ -227,6 +263,11 @@ class Srun(Engine):
         return (*words, options.interpreter, "-m", "distrib_launch.rank_agent")
 
     def shell(self, plan: LaunchPlan) -> RemoteShell | None:
+        """Return srun, which runs steps in the allocation; None outside one.
+
+        Args:
+            plan: Plan of the launch.
+        """
         if not in_allocation():
             return None
         words = [
@@ -245,12 +286,22 @@ class Srun(Engine):
         )
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of srun: the ring barrier, and no per-task settings of the allocation.
+
+        Args:
+            environ: Environment of the launcher.
+        """
         dropped: tuple[str, ...] = ()
         if in_allocation(environ):
             dropped = BY_TASK + (BINDS_GPUS + GPU_VARIABLES if slurm.gpus_per_host(environ) else ())
         return {**BARRIERS, **{name: value for name, value in environ.items() if name not in dropped}}
 
     def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
+        """Return notes on the allocation, the requested GPUs and MPI.
+
+        Args:
+            plan: Plan with its command.
+        """
         said = []
         if in_allocation():
             said.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
@@ -271,6 +322,12 @@ class Srun(Engine):
         return tuple(said)
 
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
+        """Write the host of each rank, and the interpreter of each rank if hosts have different ones.
+
+        Args:
+            run_dir: Run directory.
+            plan: Plan of the launch.
+        """
         (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.started))
         if any(host.python for host in plan.hosts):
             programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
@@ -278,22 +335,38 @@ class Srun(Engine):
             (run_dir / PROGRAMS).write_text("".join(lines))
 
     def queued(self, log: Path) -> str:
+        """Return the message of an srun that waits for resources; empty if it does not wait.
+
+        Args:
+            log: File with srun's output.
+        """
         words = log.read_text(errors="replace")
         lines = [line for line in words.splitlines() if "queued and waiting for resources" in line]
         if not lines or "has been allocated resources" in words:
             return ""
-        why = re.search(r"^srun: (Req\w+ .+)", words, re.MULTILINE)  # it may be more than others' jobs
+        why = re.search(r"^srun: (Req\w+ .+)", words, re.MULTILINE)  # the reason is more than a busy queue
         return why[1] if why else lines[-1].removeprefix("srun: ")
 
     def explain(self, output: str) -> tuple[str, str] | None:
+        """Return a message and a hint for a known error of srun; None for others.
+
+        Args:
+            output: Output of srun.
+        """
         for sign, what, hint in EXPLANATIONS:
             if line := next((line for line in output.splitlines() if sign in line), ""):
                 return f"{what}: {line.strip()}", hint
         return None
 
     def cancelled(self, output: str, *, for_a_reason: bool = False) -> str:
+        """Return a message if Slurm ended the job; empty if it did not.
+
+        Args:
+            output: Output of srun.
+            for_a_reason: True to return a message only if Slurm gives a reason, such as the time limit.
+        """
         told = CANCELLED.search(output)
-        if not told or (for_a_reason and not told[1]):  # it gives none where a rank has died that MPI knew
+        if not told or (for_a_reason and not told[1]):  # Slurm gives no reason after the death of a rank that used MPI
             return ""
         return (
             f"Slurm ended the job: {told[1].lower()}"
@@ -302,6 +375,11 @@ class Srun(Engine):
         )
 
     def cleanup_command(self, plan: LaunchPlan) -> tuple[str, ...] | None:
+        """Return the scancel command that ends a job which srun requested; None inside an allocation.
+
+        Args:
+            plan: Plan of the launch.
+        """
         scancel = shutil.which("scancel")
         if in_allocation() or scancel is None:
             return None

@@ -49,17 +49,17 @@ def ssh_words(
         raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
     if ssh_command is not None and not shutil.which(words[0]):
         raise ConfigError(f"--ssh-command {words[0]}: there is no such command here", hint="see: which ssh")
-    if "/" in words[0]:  # a path from here
+    if "/" in words[0]:  # a path, which may be relative to the working directory
         words[0] = str(Path(words[0]).absolute())
     config = None
     special = any(host.user or host.port for host in hosts)
     if special:
         words, config = _without_config(words)
-        if config and config != "none":  # ssh's word for no file; a path from here is to ssh one from ~/.ssh
+        if config and config != "none":  # `none` means no file; ssh resolves relative paths in ~/.ssh, not here
             config = str(Path(config).absolute())
     words += SSH_OPTIONS
     if Path(words[0]).name == "ssh":
-        # In /tmp, because a socket's path must be short; `job` is random, so nobody else can have made the folder.
+        # In /tmp, because a socket's path must be short; `job` is random, so no other user can have created the folder.
         words += ["-o", "ControlMaster=no", "-o", "ControlPersist=no", "-o", f"{CONTROL_PATH}/tmp/distrib-{job}/%C"]
     if special:
         words += ["-F", f"{run_dir}/{SSH_CONFIG}"]
@@ -80,12 +80,12 @@ def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
             if re.fullmatch(r"-[46AaCfGgKkMNnqsTtVvXxYy]*[BbcDEeIiJLlmOoPpQRSWw]", word):
                 left += [
                     value for value in (next(rest, None),) if value is not None
-                ]  # and no option, whatever it looks like
+                ]  # the value of an option, even if it begins with a dash
     return left, config
 
 
 def sockets(plan: LaunchPlan) -> Path | None:
-    """Return the folder of the plan's control sockets; None if the user's own ssh has others.
+    """Return the folder of the plan's control sockets; None if the ssh command has none of the launcher's.
 
     Args:
         plan: Plan of the launch.
@@ -117,9 +117,9 @@ def write_ssh_config(run_dir: Path, plan: LaunchPlan) -> None:
 
 
 def is_control_path(word: str) -> bool:
-    """Return True for the option with our control sockets, not the user's.
+    """Return True for the option with the launcher's control sockets.
 
     Args:
         word: Word of the command.
     """
-    return word.startswith(f"{CONTROL_PATH}/tmp/distrib-")  # not one of the user's own
+    return word.startswith(f"{CONTROL_PATH}/tmp/distrib-")  # a ControlPath of the user is elsewhere

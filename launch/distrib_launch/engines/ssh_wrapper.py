@@ -1,8 +1,8 @@
-"""What Open MPI calls in place of ssh where ssh's own words hold blanks, hosts have interpreters of their own, or the login shell
-is one for which it cannot write.
+"""Program that Open MPI runs in place of ssh: `python -m distrib_launch.engines.ssh_wrapper HOST COMMAND`.
 
-Open MPI splits its agent's command at every blank, and starts its daemon on every host from the path that it has here;
-a host that keeps Python elsewhere has the daemon elsewhere too, beside its interpreter. Standard library only.
+Open MPI splits its ssh command at every blank, and starts its daemon on every host at the path that it has on this machine. The wrapper
+is needed if the ssh command has blanks in its words, hosts have other interpreters, or a login shell is not supported by PRRTE.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from distrib.environment import DISTRIB_RUN_DIR
 
 
 def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[str]:
-    """The command line that starts what Open MPI wants started: `arguments` are a host and a remote command.
+    """Return the ssh command that starts Open MPI's daemon on a host.
 
-    Of `settings`, `ssh` are the words that reach a host, `prefix` is where Open MPI is here, and `prefixes` says where
-    it may be, by host.
+    Args:
+        arguments: Options of ssh, a host and a remote command, as Open MPI passes them.
+        settings: `ssh`: words of the ssh command; `prefix`: installation of Open MPI on this machine; `prefixes`: its possible
+            installation on each host.
     """
     ssh, prefix, prefixes = settings["ssh"], settings["prefix"], settings["prefixes"]
     assert isinstance(ssh, list) and isinstance(prefix, str) and isinstance(prefixes, dict)
@@ -31,10 +33,10 @@ def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[st
     at = arguments.index(host) + 1
     command = " ".join(arguments[at:])
     there = shlex.quote(prefixes[host])
-    # What Open MPI has prepared stands for hosts that do have it at the same place as here.
+    # Without a daemon below the host's own prefix, the command stays as it is: the host has Open MPI at the same path as this machine.
     elsewhere = command.replace(f"{prefix}/", f"{there}/").replace(f"={prefix};", f"={there};")
     choice = f"if [ -x {there}/bin/prted ]; then {elsewhere}; else {command}; fi"
-    return [*ssh, *arguments[:at], f"exec /bin/sh -c {shlex.quote(choice)}"]  # whatever the login shell there is
+    return [*ssh, *arguments[:at], f"exec /bin/sh -c {shlex.quote(choice)}"]  # for every login shell
 
 
 def main() -> None:
