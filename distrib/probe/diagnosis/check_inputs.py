@@ -74,7 +74,7 @@ class RatesAlone:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DiagnosisInputs:
-    """What one check may read. Rates are those of one network and one transport, which `over` and `networks` change."""
+    """Inputs of one check. Rates are those of one network and one transport; `over` and `networks` select others."""
 
     hosts: tuple[str, ...]
     primary: Transport

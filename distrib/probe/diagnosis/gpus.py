@@ -20,7 +20,14 @@ GpuName = tuple[str, str]
 
 
 def find_gpudirect_without_gain(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report that all-reduce over the whole cluster is no faster with GPUDirect RDMA than without."""
+    """Report that all-reduce over the whole cluster is no faster with GPUDirect RDMA than without.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        At most one note.
+    """
     times: dict[bool, dict[int, float]] = {True: {}, False: {}}
     most = max((each.ranks for each in inputs.collectives), default=0)
     for each in inputs.collectives:
@@ -39,7 +46,14 @@ def find_gpudirect_without_gain(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def find_narrow_pcie(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report GPUs with fewer PCIe lanes than possible. Idle GPUs reduce their link: only active ones count."""
+    """Report GPUs with fewer PCIe lanes than possible. Idle GPUs reduce their link, so only active GPUs count.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A warning for each such GPU.
+    """
     for host, facts in inputs.facts.items():
         for gpu in inputs.gpus_after_use.get(host, facts.gpus):
             width, possible = gpu.pcie_width, gpu.pcie_width_possible
@@ -55,7 +69,14 @@ def find_narrow_pcie(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def find_slow_gpu_copies(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report GPUs with slower copies than GPUs of the same name."""
+    """Report GPUs with slower copies than GPUs of the same name.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A warning for each such GPU, with its slowest copy.
+    """
     slow: dict[GpuName, list[tuple[float, IntraNodeLinkMeasurement, list[IntraNodeLinkMeasurement]]]] = {}
     for comparable in _comparable_copies(inputs):
         median = statistics.median(link.bandwidth_bytes_per_second for link in comparable)

@@ -16,7 +16,14 @@ HEADER_BYTES = 52
 
 
 def find_noisy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report links whose rate alone varies much more than that of others."""
+    """Report links whose rate varies much more than that of other links, measured one link at a time.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A note for each direction of a pair.
+    """
     calm: dict[tuple[str, str], PairMeasurement] = {}
     for record in inputs.under("alone"):
         pair = record.source, record.target
@@ -37,7 +44,14 @@ def find_noisy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def find_lossy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report, as one finding, links on which TCP sends segments again though there is no other traffic."""
+    """Report links on which TCP retransmits segments without other traffic.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        At most one note, which lists the links.
+    """
     fractions = _retransmitted_fractions(inputs)
     # The lower quartile: of three hosts a lossy one is at an end of most links.
     usual = sorted(fractions.values())[(len(fractions) - 1) // 4] if len(fractions) >= 4 else 0.0
@@ -73,7 +87,14 @@ def _retransmitted_fractions(inputs: DiagnosisInputs) -> LinkRates:
 
 
 def find_flapping_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report NICs whose link went down and up far more often than others."""
+    """Report NICs whose link went down and up far more often than that of other NICs.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A note for each such host.
+    """
     nics = {host: inputs.nic(host) for host in inputs.nic_names}
     changes = {host: nic.carrier_changes for host, nic in nics.items() if nic and nic.carrier_changes is not None}
     usual = statistics.median_low(changes.values()) if changes else 0
@@ -89,7 +110,14 @@ def find_flapping_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def find_mtu_differences(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts whose NIC has another MTU than most."""
+    """Report hosts whose NIC has another MTU than that of most hosts.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A warning for each such host.
+    """
     nics = {host: inputs.nic(host) for host in inputs.nic_names}
     mtus = {host: nic.mtu for host, nic in nics.items() if nic and nic.mtu}
     if len(set(mtus.values())) < 2:

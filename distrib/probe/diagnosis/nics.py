@@ -22,9 +22,16 @@ MAX_COMMON_SPREAD = 1.1
 
 
 def find_mixed_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts with slower NICs than most: they are compared among themselves, and a job over all hosts waits for them.
+    """Report hosts with slower NICs than most hosts: a job over all hosts waits for them.
 
-    A single such host more likely has a bad cable, which made its NIC negotiate a lower rate.
+    Links of such hosts are compared with each other. A single such host more likely has a bad cable, so that its NIC
+    negotiated a lower rate.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        One finding for each lower rate.
     """
     rates = inputs.nic_rates
     if not rates:
@@ -45,7 +52,14 @@ def find_mixed_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def find_nics_below_nominal(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts that reach much less than the catalogue expects of their NIC, with peers as fast as they are."""
+    """Report hosts that do not reach the rate expected of their NIC with peers that are at least as fast.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A finding for each host, or one for all hosts if they have the same limit.
+    """
     best = _best_nominal_fractions(inputs)
     low = {host: best[host] for host in inputs.facts if host in best and best[host][0] < LIMITS.severe_fraction}
     rates = [fraction * nic.usable_bytes_per_second for fraction, nic in low.values()]
@@ -117,7 +131,14 @@ def _nic_link(bytes_per_second: float, kind: LinkKind) -> LinkSpec:
 
 
 def find_unknown_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report NICs of the topology file that the hosts do not have."""
+    """Report NICs of the topology file that the hosts do not have.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A note for each NIC name, with its hosts.
+    """
     absent: dict[str, list[str]] = {}
     real = {host: _device_names(facts) for host, facts in inputs.facts.items()}
     for host, facts in inputs.facts.items():
@@ -138,7 +159,14 @@ def _device_names(facts: HostFacts) -> tuple[str, ...]:
 
 
 def find_faster_networks(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report networks whose slowest pair and median are better than on the network in use."""
+    """Report networks whose slowest pair and median are better than on the network in use.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A warning for each such network.
+    """
     own = [record.bandwidth_bytes_per_second for record in inputs.under("alone")]
     for network in inputs.networks:
         rates = [record.bandwidth_bytes_per_second for record in network.under("alone")]
@@ -161,7 +189,14 @@ def _use_network(network: DiagnosisInputs, facts: Mapping[str, HostFacts]) -> st
 
 
 def find_mpi_without_rdma(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts with InfiniBand or RoCE on which MPI uses TCP."""
+    """Report hosts with InfiniBand or RoCE on which MPI uses TCP.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        At most one warning, with the hosts.
+    """
     hosts = tuple(host for host, each in inputs.facts.items() if each.rdma_bytes_per_second and not each.mpi_over_rdma)
     if hosts and len(inputs.facts) > 1:
         yield Finding(

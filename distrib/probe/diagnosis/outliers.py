@@ -52,7 +52,14 @@ def upper_quartile(values: Sequence[float]) -> float:
 
 
 def find_slow_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts that send or receive slower than comparable hosts with every peer."""
+    """Report hosts that send or receive slower than comparable hosts with every peer.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A finding for each host.
+    """
     by_class: dict[float, dict[str, dict[str, float]]] = {}
     for direction, rates in _host_rates(inputs).items():
         for host, rate in rates.items():
@@ -144,7 +151,14 @@ def _link_classes(inputs: DiagnosisInputs) -> Iterator[tuple[LinkRates, float, f
 
 
 def find_asymmetric_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report links with one slow direction."""
+    """Report links with one slow direction.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A finding for each slow direction.
+    """
     for rates, limit, _ in _link_classes(inputs):
         for (source, target), rate in rates.items():
             back = rates.get((target, source), 0.0)
@@ -163,7 +177,14 @@ def find_asymmetric_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def find_slow_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report pairs of healthy hosts with a slow link in both directions."""
+    """Report pairs of healthy hosts with a slow link in both directions.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A finding for each pair.
+    """
     asymmetric = {frozenset(finding.hosts) for finding in find_asymmetric_links(inputs)}
     for rates, limit, median in _link_classes(inputs):
         for one, other in sorted({(min(pair), max(pair)) for pair in rates}):

@@ -30,7 +30,14 @@ def cpus_saturated(inputs: DiagnosisInputs) -> bool:
 
 
 def find_oversubscribed_uplinks(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report a link with two sides, or the uplinks of several racks, that concurrent pairs share and slow each other on."""
+    """Report uplinks on which concurrent pairs slow each other: between the two sides of a link, or of several racks.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A finding for each shared uplink; none if CPUs were saturated.
+    """
     if cpus_saturated(inputs):
         return
     if inputs.sides is None:

@@ -15,7 +15,14 @@ Failures = dict[tuple[str, str], str]
 
 
 def find_lost_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts with which most others failed, or that did not reply to several."""
+    """Report hosts with which most other hosts failed, or that did not reply to several hosts.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A finding for each host.
+    """
     bad = _failures(inputs)
     for host in _failed_hosts(inputs, bad):
         own = {pair: why for pair, why in bad.items() if host in pair}
@@ -39,7 +46,14 @@ def find_lost_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def find_unmeasured_pairs(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report pairs that failed, of hosts that are not lost."""
+    """Report failed pairs of hosts that are not lost.
+
+    Args:
+        inputs: Measurements and host facts of the probe.
+
+    Yields:
+        A finding for each direction of a pair.
+    """
     bad = _failures(inputs)
     lost = _failed_hosts(inputs, bad)
     for (source, target), why in bad.items():
