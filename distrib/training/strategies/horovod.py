@@ -1,4 +1,4 @@
-"""Horovod carries the gradients, where it is installed and asked for: the same job, models and optimizers otherwise."""
+"""Synchronous training with Horovod instead of torch's collectives (`--backend horovod`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ from distrib.training.world import World
 
 
 class HorovodStrategy(AllReduceStrategy):
-    """Gradients are averaged by `hvd.DistributedOptimizer`, and are when backward returns: so that they can be clipped."""
+    """Strategy that averages gradients with `hvd.DistributedOptimizer`, before `backward()` returns, so that a script can clip them."""
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+        """Initialize Horovod with the communicator of MPI. Collective.
+
+        Args:
+            strategy: The strategy chosen at launch.
+            world: The ranks of the job, which MPI started.
+            device: The device of this rank.
+
+        Raises:
+            TrainingError: Horovod is not installed, or its ranks are not those of MPI.
+        """
         super().__init__(strategy, world, device)
         try:
             import horovod.torch as hvd
@@ -41,12 +51,25 @@ class HorovodStrategy(AllReduceStrategy):
                 hint="it was built with another MPI: scripts/build-horovod builds it again",
             )
         self._reducers: dict[Optimizer, Reducer] = {}
-        self._made = 0  # reducers, with those that have ended
+        self._made = 0  # number of reducers created so far, ended ones included
         self._pairs: dict[Optimizer, list[nn.Module]] = {}
 
     def prepare_model(
         self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
     ) -> nn.Module:
+        """Move a model to the device and give it rank 0's parameters. Collective.
+
+        Args:
+            model: The script's module.
+            find_unused_parameters: True if a step may leave parameters without a gradient.
+            methods: Names of methods that run as forward passes.
+
+        Returns:
+            The model.
+
+        Raises:
+            TrainingError: The model has complex parameters.
+        """
         model = TrainingStrategy.prepare_model(self, model, find_unused_parameters=find_unused_parameters)
         model.no_sync = _NoSync(self, model)  # type: ignore[assignment]
         for name, parameter in model.named_parameters():
@@ -59,6 +82,11 @@ class HorovodStrategy(AllReduceStrategy):
         return super().prepare_model(model, find_unused_parameters=find_unused_parameters)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Create the reducer of an optimizer. Collective.
+
+        Args:
+            optimizer: The script's optimizer.
+        """
         super().prepare_optimizer(optimizer)
         self._reducers[optimizer] = Reducer(
             self._hvd, trainable_parameters(optimizer), self._made, self.settings.gradients.format
@@ -70,17 +98,44 @@ class HorovodStrategy(AllReduceStrategy):
         self._averaged = {parameter for reducer in self._reducers.values() for parameter in reducer.parameters}
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
+        """Stop averaging the gradients of an optimizer. Collective.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         self._reducers.pop(optimizer).end()
         self._pairs.pop(optimizer, None)
         self._see_averaged()
 
     def pair_models(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """Record the models that an optimizer trains, for `no_sync`.
+
+        Args:
+            optimizer: A prepared optimizer.
+            models: All models of which it has parameters.
+        """
         self._pairs[optimizer] = list(models)
 
     def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+        """Switch the averaging of gradients for the next backward passes.
+
+        Args:
+            optimizer: A prepared optimizer.
+            models: The models that it trains.
+            on: False while gradients accumulate on this rank.
+        """
         self._reducers[optimizer].exchange(on)
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        """Wait for the averaged gradients, and take one step. Collective.
+
+        Args:
+            optimizer: A prepared optimizer.
+            update: The optimizer's own step.
+
+        Returns:
+            The result of `update`.
+        """
         self._reducers[optimizer].finish()
         return super().step(optimizer, update)
 
@@ -89,7 +144,11 @@ class HorovodStrategy(AllReduceStrategy):
 
     @contextmanager
     def without_exchange(self, model: nn.Module) -> Iterator[None]:
-        """Gradients of the backward passes inside stay this rank's."""
+        """Disable the averaging of gradients in the backward passes of a `with` block: `model.no_sync()`.
+
+        Args:
+            model: A prepared model.
+        """
         reducers = [reducer for reducer in self._of([model]) if reducer.on]
         for reducer in reducers:
             reducer.exchange(False)
@@ -105,13 +164,21 @@ class HorovodStrategy(AllReduceStrategy):
 
 
 class Reducer:
-    """Horovod's optimizer around one that never steps: what is wanted of it is that it averages gradients.
+    """Gradient averaging for one optimizer, with a Horovod optimizer that never takes a step.
 
-    So the script's optimizer stays the object it is. Horovod waits for its all-reduces in `step`; here it does so at the end
-    of backward, as DistributedDataParallel does, since a script may clip or unscale gradients before it steps.
+    The script's optimizer is not wrapped. Horovod waits for its all-reduces in `step`. This class waits at the end of backward, as
+    DistributedDataParallel does, because a script may clip or unscale gradients before the step.
     """
 
     def __init__(self, hvd: Any, parameters: Sequence[torch.Tensor], number: int, format: str) -> None:
+        """Create the Horovod optimizer.
+
+        Args:
+            hvd: The module `horovod.torch`.
+            parameters: Parameters whose gradients are averaged.
+            number: Number of the reducer, equal on all ranks, which makes tensor names unique.
+            format: Gradient format: `fp16`, or `fp32`.
+        """
         self.on = True
         self.parameters = parameters
         self._waiting = False
@@ -123,23 +190,27 @@ class Reducer:
         self._handles = [parameter.register_hook(self._arrived) for parameter in parameters]  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Averages no more."""
+        """Stop averaging gradients, permanently."""
         self.exchange(False)
         for handle in self._handles:
             handle.remove()
 
     def exchange(self, on: bool) -> None:
-        """Whether the next backward passes exchange their gradients."""
+        """Switch the averaging of gradients for the next backward passes.
+
+        Args:
+            on: False to keep gradients on this rank.
+        """
         self.on = on
         self._hvd.set_backward_passes_per_step(1 if on else 1 << 30)  # Horovod counts passes until it exchanges
 
     def finish(self) -> None:
-        """Waits for what is on its way."""
+        """Wait for the all-reduces in flight."""
         if self._waiting:
             self._waiting = False
             frozen = [p for p in self.parameters if not p.requires_grad and p.grad is None]
             self._hvd.synchronize()
-            for parameter in frozen:  # Horovod gives zeros to what has none, by which momentum and weight decay go on
+            for parameter in frozen:  # Horovod makes their gradients zeros, with which momentum and weight decay would still apply
                 parameter.grad = None
 
     def _arrived(self, gradient: torch.Tensor) -> None:
@@ -149,7 +220,7 @@ class Reducer:
 
 
 class _NoSync:
-    """`model.no_sync`, which is not copied with the model."""
+    """Value of `model.no_sync`. A copy of the model gets a function without effect instead."""
 
     def __init__(self, backend: HorovodStrategy, model: nn.Module) -> None:
         self._backend, self._model = backend, model

@@ -1,13 +1,13 @@
-"""Ranks that train alone for some steps and then agree on parameters: local SGD, DiLoCo and its streaming form.
+"""Local SGD and DiLoCo: ranks train separately for H inner steps and then synchronize parameters.
 
-After H steps of its own a rank has moved by some way from the parameters that all began with. The mean of these ways, over
-the ranks, is a gradient to an outer SGD with Nesterov momentum, which takes the common parameters on from where they were:
-DiLoCo (Douillard et al. 2023, arXiv:2311.08105: H = 500, outer learning rate 0.7, momentum 0.9). With an outer learning
-rate of 1 and no momentum that is the mean of the ranks' parameters, local SGD (Stich 2018, arXiv:1805.09767).
+After H inner steps, the difference between the common start parameters and a rank's parameters is its pseudo-gradient. An outer
+SGD with Nesterov momentum applies the mean of all pseudo-gradients to the common parameters: DiLoCo (Douillard et al. 2023,
+arXiv:2311.08105: H = 500, outer learning rate 0.7, momentum 0.9). With outer learning rate 1 and no momentum, the result is the
+mean of the ranks' parameters: local SGD (Stich 2018, arXiv:1805.09767).
 
-In fragments (Streaming DiLoCo, arXiv:2501.18512) the parameters are exchanged part by part, at steps spread over the H, so that
-the wire is never asked for all at once; overlapped, the ranks go on for some steps while a fragment travels, and mix what comes
-back half and half with what they have become meanwhile.
+With several fragments (Streaming DiLoCo, arXiv:2501.18512), parts of the parameters are exchanged at steps spread over the H steps,
+which lowers the peak traffic. With overlap, ranks continue to train while a fragment is in flight. Afterwards they average the
+received parameters with their own.
 """
 
 from __future__ import annotations
@@ -36,21 +36,33 @@ log = get_logger("training")
 
 
 MIXED = 0.5
-"""The share of a rank's own parameters when an overlapped exchange comes back (Streaming DiLoCo's alpha)."""
+"""Weight of a rank's own parameters after an overlapped exchange (alpha of Streaming DiLoCo)."""
 FEW_STEPS = 8
-"""Rounds of fewer are too short for an outer momentum on top of the optimizer's own (seen: docs/training.md)."""
+"""Inner steps of a round below which outer momentum on top of the optimizer's own momentum may diverge (measured: docs/training.md)."""
 LOOK_STEPS = 3 * FEW_STEPS
-"""After which the rounds so far are counted."""
+"""Inner steps after which the average length of a round is checked once."""
 
 
 class LocalSgdStrategy(TrainingStrategy):
-    """Every rank has its own parameters, which become the same on all every H steps and at the end of each epoch."""
+    """Strategy of mode local: each rank trains its own parameters, which are synchronized every H steps and after each epoch."""
 
     def prepare_model(
         self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
     ) -> nn.Module:
+        """Move a model to the device and broadcast rank 0's parameters at its first preparation. Collective.
+
+        A model that is prepared again keeps this rank's parameters.
+
+        Args:
+            model: The script's module.
+            find_unused_parameters: True if a step may leave parameters without a gradient.
+            methods: Names of methods that run as forward passes.
+
+        Returns:
+            The model.
+        """
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
-        if all(one is not model for one in self._models):  # prepared again it keeps what each rank has learnt
+        if all(one is not model for one in self._models):  # a model that is prepared again keeps this rank's parameters
             broadcast_tensors([*model.parameters(), *model.buffers()])
             self._models.append(model)
             self._buffers[model] = SynchronizedBuffers(model)
@@ -71,11 +83,19 @@ class LocalSgdStrategy(TrainingStrategy):
 
     @property
     def ranks_per_step(self) -> int:
-        # The outer momentum takes the ranks on by itself; without it a rank's steps are as long as those of all together
+        # Outer momentum scales with the number of ranks. Without it, each rank uses the learning rate of the global batch
         # (Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217).
         return 1 if self.settings.outer.momentum else self.world.size
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Create the rounds of an optimizer. Collective.
+
+        Args:
+            optimizer: The script's optimizer.
+
+        Raises:
+            TrainingError: The optimizer cannot be used in mode local: LBFGS, or a schedule-free optimizer.
+        """
         super().prepare_optimizer(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TrainingError(
@@ -93,23 +113,51 @@ class LocalSgdStrategy(TrainingStrategy):
         self._rounds[optimizer] = Round(optimizer, self.settings, self.world.size)
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
+        """Synchronize the parameters of an optimizer that takes no more steps. Collective.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         self._rounds.pop(optimizer).end()
 
     def release_model(self, model: nn.Module) -> None:
+        """Stop synchronizing the buffers of a model.
+
+        Args:
+            model: A prepared model.
+        """
         self._models = exclude_model(self._models, model)
         self._buffers = {one: self._buffers[one] for one in self._models}
 
     def pair_models(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """Record the models that an optimizer trains, whose buffers are averaged at the end of its rounds.
+
+        Args:
+            optimizer: A prepared optimizer.
+            models: All models of which it has parameters.
+        """
         self._rounds[optimizer].pair(models, [self._buffers[model] for model in models])
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        """Take an inner step, and exchange the fragments that are due. Collective.
+
+        Args:
+            optimizer: A prepared optimizer.
+            update: The optimizer's own step.
+
+        Returns:
+            The result of `update`.
+
+        Raises:
+            TrainingError: The optimizer has a parameter that belongs to no prepared model.
+        """
         round_ = self._rounds[optimizer]
         if new := round_.begin():
             known = {parameter for model in self._models for parameter in model.parameters()}
             for parameter in new:
                 if parameter not in known:
                     raise unprepared_parameter(parameter)
-            own = {*trainable_parameters(optimizer)}  # some may be of a model that it did not train before
+            own = {*trainable_parameters(optimizer)}  # new parameters may belong to a model that it did not train before
             self.pair_models(optimizer, [model for model in self._models if not own.isdisjoint(model.parameters())])
         result = update()
         begun = self._clock.mark()
@@ -131,7 +179,7 @@ class LocalSgdStrategy(TrainingStrategy):
         return self._waited
 
     def _count_waits(self) -> None:
-        """A GPU waits for the others by itself, later than it was told to."""
+        """Add the waits that the device has completed: a GPU waits asynchronously."""
         while self._waits and self._clock.has_happened(self._waits[0][1]):
             self._waited += self._clock.seconds(*self._waits.popleft())
 
@@ -147,9 +195,17 @@ class LocalSgdStrategy(TrainingStrategy):
         return {"local": [round_.state() for round_ in self._rounds.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the outer momenta of a checkpoint. A checkpoint of another mode resets them.
+
+        Args:
+            state: The result of `state_dict` on rank 0.
+
+        Raises:
+            TrainingError: The checkpoint is of another number of optimizers, or of other parameter sizes.
+        """
         states = state.get(
             "local", [{}] * len(self._rounds)
-        )  # of another mode, or not wanted: outer momenta begin anew
+        )  # without this entry, outer momenta start at zero
         if len(states) != len(self._rounds):
             raise TrainingError(
                 f"the checkpoint is of {len(states)} optimizer(s) in mode local, the job has {len(self._rounds)}",
@@ -159,15 +215,17 @@ class LocalSgdStrategy(TrainingStrategy):
             round_.restore(one)
 
     def _check_others(self) -> None:
-        """Raises TrainingError where a parameter that learns by no prepared optimizer is another on each rank; what is frozen, such as
-        a teacher that follows its model, and buffers become the mean. Every rank."""
+        """Average frozen parameters and buffers that differ between ranks. Collective.
+
+        Raises TrainingError if a trainable parameter differs that no prepared optimizer has.
+        """
         known = {id(parameter) for optimizer in self._rounds for parameter in optimizer_parameters(optimizer)}
         others: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             for name, parameter in model.named_parameters():
                 if id(parameter) not in known or not parameter.requires_grad:
                     others[f"{number}.{name}"] = parameter
-            buffers = self._buffers[model].current()  # of what is trained, too, where batches came without steps
+            buffers = self._buffers[model].current()  # also of trained models: batches without steps change them
             others.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
         own = {name: str(bit_sum(values)) for name, values in others.items()}
         apart = [
@@ -183,9 +241,16 @@ class LocalSgdStrategy(TrainingStrategy):
 
 
 class Round:
-    """The steps of one optimizer between two times at which all ranks have the same parameters."""
+    """Steps of one optimizer between two synchronizations of its parameters."""
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, ranks: int) -> None:
+        """Create the rounds of an optimizer.
+
+        Args:
+            optimizer: A prepared optimizer.
+            strategy: The strategy chosen at launch.
+            ranks: Number of ranks.
+        """
         self.models: list[nn.Module] = []
         self._buffers: list[SynchronizedBuffers] = []
         self._optimizer, self._ranks = optimizer, ranks
@@ -195,20 +260,23 @@ class Round:
         self._taken = 0
         self._settled = 0
         self.rounds = 0
-        """How many have ended."""
-        self._ended = 0  # with which step the last of them
+        """Number of completed rounds."""
+        self._ended = 0  # step at which the last round ended
         self._fragments: list[Fragment] = []
         self._trained: list[torch.Tensor] = []
 
     @property
     def is_apart(self) -> bool:
-        """Whether this rank has taken steps since all had the same parameters."""
+        """True if this rank has taken steps since the last synchronization."""
         return any(fragment.begun for fragment in self._fragments)
 
     def begin(self) -> list[torch.Tensor]:
-        """A step is about to be taken: here the parameters are known that a round begins with. Returns those that are new.
+        """Record the parameters at the begin of a round, before a step. Collective.
 
-        Every rank. When some were frozen or unfrozen, the round ends here: what each rank has learnt is what all have.
+        If the script froze or unfroze parameters, the present round ends first.
+
+        Returns:
+            Parameters that the optimizer trains for the first time.
         """
         trained = trainable_parameters(self._optimizer)
         known = set(self._trained)
@@ -221,16 +289,16 @@ class Round:
         return new
 
     def go_on(self) -> None:
-        """A step was taken. Every rank."""
+        """Count a step, and exchange the fragments that are due. Collective."""
         self._taken += 1
         if (self._taken - self._settled) % self._steps == 0:
             self.rounds, self._ended = self.rounds + 1, self._taken
-            _average_buffers(self._buffers, self._ranks)  # before what travels for long: NCCL takes one after the other
+            _average_buffers(self._buffers, self._ranks)  # before large fragments: NCCL runs collectives one after the other
         for number, fragment in enumerate(self._fragments):
             if fragment.due is not None and self._taken >= fragment.due:
                 fragment.finish(own_share=MIXED)
             if (self._taken - self._settled - self._offset(number)) % self._steps == 0:
-                if fragment.due is not None:  # the wire is slower than the steps
+                if fragment.due is not None:  # the network is slower than the steps
                     fragment.finish(own_share=MIXED)
                 fragment.send(self._taken + self._outer.overlap_steps)
                 if not self._outer.overlap_steps:
@@ -238,18 +306,18 @@ class Round:
 
     @property
     def is_too_short(self) -> bool:
-        """Whether it is seen now that rounds are too short for the two momenta that there are."""
+        """True at step `LOOK_STEPS` if rounds are too short for outer momentum on top of the optimizer's own momentum."""
         if self._taken != LOOK_STEPS or self.rounds < LOOK_STEPS // FEW_STEPS or not self._outer.momentum:
             return False
         own = any(group.get("momentum") or group.get("betas", (0,))[0] for group in self._optimizer.param_groups)
         return own and self._ended < FEW_STEPS * self.rounds
 
     def end(self) -> None:
-        """Makes the parameters the same on all ranks. Every rank, after as many steps on each."""
+        """Synchronize the parameters. Collective, after the same number of steps on each rank."""
         if self._taken == self._settled:
             return
         for fragment in self._fragments:
-            if fragment.due is not None:  # where it was sent after the latest step, nobody has trained since
+            if fragment.due is not None:  # if it was sent after the latest step, no rank has trained since
                 just_sent = fragment.due == self._taken + self._outer.overlap_steps
                 fragment.finish(own_share=0.0 if just_sent else MIXED)
         apart = [fragment for fragment in self._fragments if fragment.begun]
@@ -263,10 +331,19 @@ class Round:
         self._settled = self._taken
 
     def state(self) -> dict[str, Any]:
+        """Return the outer momenta, for a checkpoint."""
         momenta = self._momenta()
         return {"momentum": [momenta.get(parameter) for parameter in self._trained] if momenta else []}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Restore the outer momenta of a checkpoint, and begin a new round.
+
+        Args:
+            state: The result of `state`; empty to reset the momenta.
+
+        Raises:
+            TrainingError: The momenta are of other parameters.
+        """
         trained, momenta = trainable_parameters(self._optimizer), state.get("momentum", [])
         sizes = [_size(parameter) for parameter in trained]
         saved = [size if momentum is None else momentum.numel() for size, momentum in zip(sizes, momenta, strict=False)]
@@ -280,7 +357,7 @@ class Round:
         self._divide({p: momentum for p, momentum in zip(trained, momenta, strict=False) if momentum is not None})
 
     def _momenta(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The outer momentum of each parameter that has one."""
+        """Return the outer momentum of each parameter that has one."""
         return {
             parameter: momentum
             for fragment in self._fragments
@@ -293,7 +370,7 @@ class Round:
         }
 
     def _divide(self, momenta: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Fragments of about the same size, in the order of the parameters, which keep their momenta."""
+        """Divide the parameters, in their order, into fragments of similar size. Momenta are kept."""
         self._trained = trainable_parameters(self._optimizer)
         whole, gone = sum(p.numel() for p in self._trained), 0
         parts: list[list[torch.Tensor]] = [[] for _ in range(self._outer.fragments)]
@@ -307,23 +384,36 @@ class Round:
                 fragment.momentum = torch.cat(still).to(flatten_tensors(fragment.parameters).dtype)
 
     def _offset(self, number: int) -> int:
-        """At which step of a round fragment `number` is exchanged; the only one, at the last."""
+        """Return the step within a round at which a fragment is exchanged. A single fragment is exchanged at the end."""
         return number * self._steps // max(len(self._fragments), 1)
 
     def pair(self, models: Sequence[nn.Module], buffers: Sequence[SynchronizedBuffers]) -> None:
-        """Learns which models the optimizer trains; again whenever there is another."""
+        """Record the models that the optimizer trains; called again after each change.
+
+        Args:
+            models: The models.
+            buffers: The buffers of each model.
+        """
         self.models, self._buffers = list(models), list(buffers)
 
 
 class Fragment:
-    """Some parameters, and the outer optimizer's momentum for them."""
+    """Parameters that are exchanged together, and their outer optimizer state."""
 
     def __init__(
         self, parameters: list[torch.Tensor], outer: OuterOptimizer, ranks: int, dtype: torch.dtype | None
     ) -> None:
+        """Create a fragment.
+
+        Args:
+            parameters: The parameters.
+            outer: Settings of the outer optimizer.
+            ranks: Number of ranks.
+            dtype: Type in which pseudo-gradients are sent; None for that of the parameters.
+        """
         self.parameters = parameters
         self.due: int | None = None
-        """The step after which what is on its way is waited for; None when nothing is."""
+        """Step after which the exchange in flight is awaited; None if there is none."""
         self.momentum: torch.Tensor | None = None
         self._outer, self._ranks, self._dtype = outer, ranks, dtype
         self._common: torch.Tensor | None = None
@@ -332,16 +422,20 @@ class Fragment:
 
     @property
     def begun(self) -> bool:
-        """Whether ranks may have come apart since they last agreed."""
+        """True if ranks may have different parameters since the last synchronization."""
         return self._common is not None
 
     def begin(self) -> None:
-        """Keeps the common parameters, from which this round begins."""
+        """Copy the common parameters at the begin of a round."""
         if self._common is None:
             self._common = flatten_tensors(self.parameters)
 
     def send(self, due: int) -> None:
-        """Sends how far this rank has come. Every rank."""
+        """Start the all-reduce of the pseudo-gradients. Collective.
+
+        Args:
+            due: Step after which the result is awaited.
+        """
         assert self._common is not None
         self._way = flatten_tensors(self.parameters).neg_().add_(self._common)
         if self._dtype is not None:
@@ -350,22 +444,26 @@ class Fragment:
         self.due = due
 
     def finish(self, *, own_share: float) -> None:
-        """Waits for the mean way of all ranks, and takes the outer step; of what this rank has now, `own_share` stays."""
+        """Wait for the mean pseudo-gradient, and take the outer step. Collective.
+
+        Args:
+            own_share: Weight of this rank's present parameters in the result, 0 to 1.
+        """
         assert self._common is not None and self._way is not None
         self._work.wait()
         common = self._outer_step(self._way.to(self._common.dtype).div_(self._ranks))
         unflatten_tensors(
             torch.lerp(common, flatten_tensors(self.parameters), own_share) if own_share else common, self.parameters
         )
-        # What is common is kept while it is not what the parameters are; otherwise it is read from them, which the
-        # script may have changed.
+        # Common parameters are stored only while they differ from the model's. Otherwise `begin` reads them from the model,
+        # which the script may have changed.
         self._common = common if own_share else None
         self._way = self._work = self.due = None
 
     def _outer_step(self, way: torch.Tensor) -> torch.Tensor:
-        """The common parameters after a step of SGD with Nesterov momentum, as torch.optim.SGD takes it.
+        """Apply a step of SGD with Nesterov momentum to the common parameters, as torch.optim.SGD does.
 
-        In the memory of those before and of `way`: at the end of a round a GPU has little left.
+        Works in place on the common parameters and on `way`, because GPU memory is scarce at the end of a round.
         """
         assert self._common is not None
         if self._outer.momentum:
@@ -379,17 +477,17 @@ def _average_buffers(buffers: Sequence[SynchronizedBuffers], ranks: int) -> None
 
 
 def _average(values: Sequence[torch.Tensor], ranks: int) -> None:
-    """Running means and the like become the mean of all ranks', what counts that of rank 0. Every rank."""
+    """Average floating-point buffers over all ranks; set others, such as counters, to those of rank 0. Collective."""
     means = [one for one in values if one.is_floating_point() or one.is_complex()]
     if means:
         flat = flatten_tensors(means).div_(
             ranks
-        )  # before they are summed: some are masks of the largest number there is
+        )  # before the sum, which would overflow for masks of the largest representable number
         dist.all_reduce(flat)
         unflatten_tensors(flat, means)
     broadcast_tensors([one for one in values if not (one.is_floating_point() or one.is_complex())])
 
 
 def _size(parameter: torch.Tensor) -> int:
-    """The numbers that `flatten` makes of it."""
+    """Return the number of real elements that `flatten_tensors` makes of a parameter."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
