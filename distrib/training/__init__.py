@@ -1,4 +1,4 @@
-"""What a training script uses: `init` gives a `Job`. Imports torch."""
+"""API of training scripts: `init` returns a `Job`. Imports torch."""
 
 from __future__ import annotations
 

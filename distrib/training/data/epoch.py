@@ -14,7 +14,7 @@ class LoaderPass:
         Args:
             number: Its epoch.
             begin_steps: Steps of the job before it.
-            outstanding_steps: Steps of the pass before that are still to come.
+            outstanding_steps: Steps of the previous pass that are not yet taken.
         """
         self.number, self.outstanding_steps = number, outstanding_steps
         self.begin_steps = self.end_steps = begin_steps
@@ -35,7 +35,7 @@ class StepClock:
         self.count_steps = count_steps
         self.latest: LoaderPass | None = None
         self.outstanding_steps = 0
-        """Steps to come of a loader that was exhausted, as its batches were read ahead."""
+        """Steps not yet taken of a loader that was exhausted early, because its batches were read ahead."""
         self.latest_steps = 0
         """Steps before the latest batch."""
 

@@ -26,19 +26,19 @@ log = get_logger("data")
 
 
 MAX_READ_AHEAD_BATCHES = 2
-"""Batches without a step at the end of an epoch that are taken for read ahead, not for accumulated ones."""
+"""Batches without a step at the end of an epoch that count as read ahead. More of them count as accumulated gradients."""
 
 
 class JobLoaders(StepObserver):
-    """Prepares the loaders of a job, and compares across ranks what they read."""
+    """Loaders of a job: prepares them, and compares the read epochs and orders across ranks."""
 
     def __init__(self, state: TrainingState, collectives: JobCollectives, usage: UsageChecks) -> None:
         """Begin without loaders.
 
         Args:
-            state: What the job trains. It receives the size of every batch.
+            state: State of the training. It receives the size of every batch.
             collectives: The job's collectives.
-            usage: The checks that warn if no prepared loader is read.
+            usage: Checks that warn if no prepared loader is read.
         """
         self._state, self._collectives, self._usage = state, collectives, usage
         strategy = state.strategy
@@ -59,7 +59,7 @@ class JobLoaders(StepObserver):
         self.has_stepped = False
         """True once the first step was taken."""
         self._ended_epoch: int | None = None
-        """An epoch whose loader was exhausted before the step of its last batch, as where a script reads ahead."""
+        """Epoch whose loader was exhausted before the step of its last batch, because the script reads ahead."""
         self._is_read = False
         self._is_checked = False
         self._generator_uses: dict[torch.Generator, int] = {}
@@ -76,10 +76,10 @@ class JobLoaders(StepObserver):
         Returns:
             This rank's share.
         """
-        number, generator = self.prepared, loader.generator  # scripts may seed it by rank; the order must be one
+        number, generator = self.prepared, loader.generator  # scripts may seed it by rank, but the order must be the same
         self.prepared += 1
-        own = subset_digest(loader.dataset) if self._elastic else ""  # in other modes all ranks compare at once
-        if generator:  # another order for each loader of one generator, as a script may make one in each epoch
+        own = subset_digest(loader.dataset) if self._elastic else ""  # in other modes all ranks compare together at the first step
+        if generator:  # another order for each loader of one generator: a script may make a loader in each epoch
             number = self._generator_uses[generator] = self._generator_uses.get(generator, -1) + 1
         seed, of_main = self._collectives.from_main(
             lambda: ((generator.initial_seed() if generator else torch.initial_seed()) + number, own)
@@ -98,13 +98,13 @@ class JobLoaders(StepObserver):
         return sharded
 
     def before_step(self) -> None:
-        """Warn at the first step if ranks share a stream or an order that is not the same on all of them. Collective then."""
+        """Warn at the first step if ranks read different streams or orders from a shared source. Collective then."""
         if self.has_stepped:
             return
         self.has_stepped = True
         if self._context.ranks > 1 and not self._elastic:
             seeds = gather_objects([self._seed, torch.initial_seed()])
-            # A script that seeds each rank makes samples by itself. Without any seed, ranks differ from the start.
+            # A script that seeds ranks differently makes its own samples. Without any seed, ranks differ from the start.
             self._is_checked |= any(first != last for first, last in seeds) and len({last for _, last in seeds}) > 1
             if (
                 self._compared
@@ -137,6 +137,12 @@ class JobLoaders(StepObserver):
             self._finish_epoch(one.number)
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        """Finish an epoch whose loader was exhausted before its last step. Collective then.
+
+        Args:
+            step: Number of the step; 0 if none was taken.
+            updated: True if the step updated the parameters, or a function that returns it.
+        """
         if step and not self._is_read and not self._is_checked and self._context.ranks > 1:
             self._is_checked = True
             self._usage.warn_no_loader(self.prepared)

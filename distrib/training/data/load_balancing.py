@@ -20,7 +20,7 @@ from distrib.training.telemetry.device_timer import DeviceTimer
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerSettings:
-    """When the balancer measures, and what it ignores."""
+    """Thresholds of the load balancer."""
 
     skipped_batches: int = 2
     """First batches of an epoch, or after a change, that are not measured: caches and compilers warm up."""
@@ -61,13 +61,13 @@ class LoadBalancer:
         self._timer: DeviceTimer | None = None
         self._begun: Any = None
         self._last: Any = None
-        """Marks: this rank asked for the batch, and got its last gradient."""
+        """Marks of two times: this rank requested the batch, and it got its last gradient."""
 
     def set_prefetch(self, batches: int) -> None:
-        """Set how many batches worker processes draw before they are needed. Collective.
+        """Set the number of batches that worker processes draw in advance. Collective.
 
         Args:
-            batches: Of this rank.
+            batches: Number of this rank's batches.
         """
         self._prefetched = int(max(most for (most,) in self._gather([float(batches)])))
 
@@ -88,7 +88,7 @@ class LoadBalancer:
         self._stop_measuring()
 
     def begin_batch(self) -> None:
-        """Mark that this rank asks for a batch."""
+        """Mark that this rank requests a batch."""
         if self._timer:
             self._begun, self._last = self._timer.mark(), None
 

@@ -1,15 +1,14 @@
-"""Which samples each rank reads: pure arithmetic, and the sampler made of it.
+"""Division of a loader's samples among the ranks: the arithmetic, and the sampler that applies it.
 
-A step of the job is one *global batch* of ranks x batch_size samples, in the order in which a single process would
-read them; each rank takes an even, contiguous share of it. So every rank takes the same number of steps, no sample
-is read twice, and the batches of the job are those of one process with the larger batch size. What is left at the end:
+A step of the job is one *global batch* of ranks x batch_size samples, in the order of a single process. Each rank reads a
+contiguous share of equal size. So all ranks take the same number of steps, no sample is read twice, and the global batches equal
+the batches of one process with the larger batch size. The end of an epoch has these rules:
 
 - The last global batch may be short. Its shares differ by at most one sample.
-- With fewer than two samples a rank it is levelled with the one before it: the two share their samples evenly, so that
-  no rank is without a batch (and batch normalization is not given a single sample, batch_size 4 and up).
-- Only batches of one sample cannot be levelled. Then training begins again with the first samples, so that
-  all ranks take part in the last step (a rank without a batch would leave the others waiting for its gradients);
-  evaluation does not, and some ranks get one batch less, which there waits for nobody.
+- A last global batch with fewer than two samples per rank is merged with the one before, and the sum is halved. So every rank has
+  a batch, and with batch_size 4 or more batch normalization never gets a single sample.
+- Batches of one sample cannot be merged this way. In training, the epoch then continues with its first samples, so that all
+  ranks take part in the last step. In an evaluation, some ranks get one batch less.
 - drop_last drops the short global batch.
 """
 
@@ -30,13 +29,19 @@ from distrib.errors import TrainingError
 from distrib.training.checksums import sequence_digest
 
 ENDLESS, ENDLESS_TIMES = 1 << 20, 16
-"""A sampler that yields so many items, and so many times its length, is taken to have no end: what it yields in an epoch is kept."""
+"""Limits of an epoch, which is stored: `ENDLESS` items plus `ENDLESS_TIMES` the sampler's length. Beyond them `_order` raises."""
 
 
 class Edges(Sequence[int]):
-    """Numbers that are not kept: a sampler may promise ten thousand million samples, which nobody waits for."""
+    """Sequence of batch boundaries that is computed on access, because a sampler may have billions of samples."""
 
     def __init__(self, regular: range, last: tuple[int, ...] = ()) -> None:
+        """Create the sequence.
+
+        Args:
+            regular: Boundaries at equal distances.
+            last: Boundaries after them.
+        """
         self._regular, self._last = regular, last
 
     def __len__(self) -> int:
@@ -48,10 +53,20 @@ class Edges(Sequence[int]):
 
 
 def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool, wrap: bool) -> Edges:
-    """Where the global batches of `samples` samples begin, and last of all where they end.
+    """Compute the boundaries of the global batches of an epoch.
 
-    The end is beyond `samples` where the last batch begins again with the first samples (`wrap`).
-    Raises TrainingError when some rank would have no batch at all.
+    Args:
+        samples: Number of samples, or of batches if the script's sampler makes batches.
+        ranks: Number of ranks.
+        batch_size: Samples of one rank in a batch.
+        drop_last: True to drop a short last global batch.
+        wrap: True if the last global batch may continue with the first samples.
+
+    Returns:
+        The begin of each global batch, and the end of the last one. With `wrap` the end may exceed `samples`.
+
+    Raises:
+        TrainingError: A rank would have no batch.
     """
     whole = ranks * batch_size
     if samples < (whole if drop_last else ranks):
@@ -75,9 +90,17 @@ def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool
 
 
 def share(start: int, stop: int, rank: int, ranks: int, speeds: Sequence[float] = ()) -> range:
-    """The part of the samples `start` to `stop` that is this rank's.
+    """Compute the part of a global batch that one rank reads.
 
-    The parts' sizes differ by at most one; or are in proportion to `speeds`, where there are some and a sample for each rank.
+    Args:
+        start: First sample of the global batch.
+        stop: Sample after its last one.
+        rank: The rank.
+        ranks: Number of ranks.
+        speeds: Speed of each rank; empty for even parts.
+
+    Returns:
+        The samples. Sizes of even parts differ by at most one. Parts are even if there are fewer samples than ranks.
     """
     if len(speeds) == ranks <= stop - start:
         sizes = proportional(stop - start, speeds)
@@ -89,9 +112,14 @@ def share(start: int, stop: int, rank: int, ranks: int, speeds: Sequence[float] 
 
 
 def proportional(samples: int, speeds: Sequence[float]) -> list[int]:
-    """`samples` in parts as near to the proportion of `speeds` as whole numbers are (largest remainders).
+    """Divide samples in proportion to speeds, by the largest-remainder method.
 
-    Each has two at least, which batch normalization needs, or one where there are too few for that.
+    Args:
+        samples: Number of samples, at least the number of ranks.
+        speeds: Speed of each rank.
+
+    Returns:
+        Samples of each rank: at least two, which batch normalization needs, or one if there are too few samples.
     """
     least = 2 if samples >= 2 * len(speeds) else 1
     spare = samples - least * len(speeds)
@@ -107,16 +135,12 @@ def proportional(samples: int, speeds: Sequence[float]) -> list[int]:
 
 
 class ShardSampler(Sampler[Any]):
-    """This rank's share of what another sampler yields.
+    """Sampler that yields this rank's share of another sampler's samples.
 
-    Yields lists of indices, a batch each; or, with `batch_size` None, the items of `source` one by one as they are.
-    `source` must yield the same on every rank. That is seen to for samplers that draw from torch's, numpy's or
-    Python's global random numbers or have a `generator`: all of these are seeded with `seed` + epoch meanwhile.
-    `wrap` is asked at the beginning of each epoch whether the last step may begin again with the first samples.
-    `speeds` is asked, as step number n of the epoch is drawn, in what proportion the ranks share it; with nothing, evenly.
-    `read` is called each time that `source` was read.
-    `sizes` has, of each batch that was drawn in the present epoch, how many samples it has and all ranks' together; None while
-    it has not begun.
+    With a batch size it yields lists of indices. With `batch_size` None it yields items of `source` unchanged.
+
+    `source` must yield the same on every rank. For samplers that draw from torch's, NumPy's or Python's global random numbers, or
+    from their `generator`, this class ensures it: it seeds all of these with `seed` + epoch while it reads `source`.
     """
 
     def __init__(
@@ -132,32 +156,46 @@ class ShardSampler(Sampler[Any]):
         speeds: Callable[[int], Sequence[float]],
         on_read: Callable[[], None],
     ) -> None:
+        """Create the sampler of one rank.
+
+        Args:
+            source: The script's sampler or batch sampler.
+            rank: This rank.
+            ranks: Number of ranks.
+            batch_size: Samples of one rank in a batch; None if `source` yields batches or single items.
+            drop_last: True to drop a short last global batch.
+            seed: Seed of the order, the same on every rank.
+            wrap: Returns True if the last step may continue with the first samples. Called at the begin of each epoch.
+            speeds: Maps a step of the epoch to the speed of each rank; an empty result divides evenly.
+            on_read: Called each time that `source` was read.
+        """
         self.source = source
         self.sizes: deque[tuple[int, int]] | None = None
+        """Samples of this rank and of all ranks in each drawn batch of the present epoch; None before its begin."""
         self.rank, self.ranks = rank, ranks
         self.batch_size, self.drop_last = batch_size, drop_last
         self.seed = seed
         self.epoch = 0
         self.first_order = ""
-        """A word for what `source` yielded first, where that is not known to be the same on every rank."""
+        """Digest of the first order of `source`; empty if it is the same on every rank by construction."""
         self._wrap = wrap
         self._speeds = speeds
         self._on_read = on_read
 
     def __len__(self) -> int:
         edges = self._edges(len(self.source))
-        in_last = share(edges[-2], edges[-1], self.rank, self.ranks)  # all are in the others
+        in_last = share(edges[-2], edges[-1], self.rank, self.ranks)  # all ranks have a part in the other batches
         return len(edges) - 1 if in_last else len(edges) - 2
 
     @property
     def is_uneven(self) -> bool:
-        """Whether some ranks get a batch less than others."""
+        """True if some ranks get one batch less than others."""
         edges = self._edges(len(self.source))
         return bool(edges[-1] - edges[-2] < self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes = deque()
-        return self._drawn(self.sizes, self.epoch)  # as it is now: the next may begin before anything is drawn
+        return self._drawn(self.sizes, self.epoch)  # the present epoch: the next one may begin before the first draw
 
     def _drawn(self, sizes: deque[tuple[int, int]], epoch: int) -> Iterator[Any]:
         order = self._order(epoch)
@@ -200,7 +238,7 @@ class ShardSampler(Sampler[Any]):
 
 
 class _Drawn(Sequence[int]):
-    """`draws` numbers below `below`, each drawn by itself: in blocks, of which the latest is kept."""
+    """Sequence of `draws` random numbers below `below`, computed in blocks. Only the latest block is stored."""
 
     def __init__(self, draws: int, below: int, seed: int) -> None:
         self._draws, self._below, self._seed = draws, below, seed
@@ -222,13 +260,13 @@ _BLOCK = 4096
 
 
 def _samples(item: Any) -> int:
-    """How many samples an item is that a sampler yielded: those of a batch, or itself."""
+    """Count the samples of an item that a sampler yielded: the length of a batch, or 1."""
     return len(item) if isinstance(item, (list, tuple)) else 1
 
 
 @contextmanager
 def _seeded(seed: int, source: Any) -> Iterator[None]:
-    """Random numbers that follow from `seed` alone while `source` is read; as they were before, afterwards."""
+    """Seed all random number generators while `source` is read, and restore their states afterwards."""
     generators = [
         generator
         for owner in (source, getattr(source, "sampler", None))
@@ -240,10 +278,10 @@ def _seeded(seed: int, source: Any) -> Iterator[None]:
     python_state = random.getstate()
     try:
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        # What draws from the CPU's numbers cannot make tensors on the device of torch.set_default_device.
+        # A sampler that draws from the CPU's generator cannot make tensors on the device of torch.set_default_device.
         on_cpu = torch.device("cpu") if not generators else nullcontext()
         with torch.random.fork_rng(devices=gpus), on_cpu:
-            # Not torch.manual_seed: that of GPUs would stay changed, and dropout there be the same on all ranks.
+            # Not torch.manual_seed: it would change the GPUs' generators too, and dropout would be the same on all ranks.
             torch.default_generator.manual_seed(seed)
             if gpus:
                 torch.cuda.manual_seed(seed)

@@ -38,7 +38,7 @@ _COPIED_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderContext:
-    """What the loaders of a job have in common: its ranks, and the calls between loader and job."""
+    """Context of the loaders of a job: ranks, device, and the callbacks between loader and job."""
 
     rank: int
     ranks: int
@@ -111,7 +111,7 @@ class ShardedLoader(Iterable[Any]):
         self.drop_last = loader.drop_last
         self._epochs = EpochCounter(context.clock)
         self.measure_waits: Callable[[Iterator[Any]], Iterator[Any]] | None = None
-        """Wraps the batches of later passes, to measure how long each is waited for."""
+        """Wraps the batches of later passes, to measure the wait for each of them."""
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
         self._first_batch = ""
@@ -317,7 +317,7 @@ class ShardedLoader(Iterable[Any]):
 
 @dataclass
 class _PassMode:
-    """True if a model trains: it is in training mode, or steps are taken from the batches, as with frozen batch normalization."""
+    """Mode of a pass. `trains` is True if a model is in training mode, or if steps are taken, as with frozen batch normalization."""
 
     trains: bool
 

@@ -1,1 +1,1 @@
-"""How gradients are averaged on CPU hosts, and with fewer bytes anywhere: a communication hook of DDP."""
+"""Gradient averaging on CPU hosts and gradient compression, as DDP communication hooks."""
