@@ -1,9 +1,8 @@
-"""A profile: what a step of a script takes on one rank alone, measured while the script runs as it always does.
+"""Profiler: measures the steps of a script on a single rank and writes a workload for `distrib-topo plan`.
 
-A step lasts from the end of one `optimizer.step()` to the end of the next. In it are the waits for the loader; backward,
-from the call of `backward()` to its return; what follows it, which counts as the optimizer's; and the rest, which counts as
-forward. Of several calls of `backward()` in a step, the last one is when ranks talk; the others count as forward, and
-the samples of all of them are the step's.
+A step lasts from the end of one `optimizer.step()` to the end of the next. It has four phases: waits for the loader; backward, from
+the call of `backward()` to its return; optimizer, after backward; forward, the rest. If a step calls `backward()` several times,
+only the last call counts as backward, because gradients are averaged in it. The samples of all calls are counted.
 """
 
 from __future__ import annotations
@@ -39,13 +38,15 @@ from distrib.utils.log import PLAIN, get_logger
 log = get_logger("training")
 
 WARMUP_STEPS = 5
+"""Default number of steps that are not measured."""
 STEPS = 20
+"""Default number of steps that are measured."""
 FEWEST_STEPS = 5
-"""With fewer measured steps than this there is no profile."""
+"""Number of measured steps that a profile needs at least."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured, and what the workload is to be called."""
+    """Request for a profile: the name of the workload, and the numbers of steps."""
 
     name: str
     warmup_steps: int = WARMUP_STEPS
@@ -68,11 +69,7 @@ class _Step:
 
 
 class Profiler:
-    """Measures the steps of what it is shown with `watch`, and calls `done(workload, steps)` once it has seen enough.
-
-    `problem` says, until then, why there is no profile yet. `on_failure(what)` is called as soon as there can be none; without
-    it, `watch` raises TrainingError then.
-    """
+    """Measurement of a workload: the steps of one optimizer, its models and their loaders."""
 
     def __init__(
         self,
@@ -82,6 +79,14 @@ class Profiler:
         *,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
+        """Begin to measure.
+
+        Args:
+            device: The device of this rank.
+            request: Name of the workload, and numbers of steps.
+            done: Called with the workload and the number of measured steps, after the last step.
+            on_failure: Called with a message once no profile is possible. None raises TrainingError instead.
+        """
         self._device = device
         self._request = request
         self._done = done
@@ -90,7 +95,7 @@ class Profiler:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._gradients: dict[str, tuple[int, str, int]] = {}
         self._shown = 0
-        """The most samples that the model or the loader showed since the last call of `backward()`."""
+        """Largest batch of the model or the loader since the last call of `backward()`, in samples."""
         self._step: _Step | None = None
         self._steps: list[_Step] = []
         self._taken = 0
@@ -107,7 +112,14 @@ class Profiler:
             self._handles.append(register_optimizer_step_post_hook(lambda *_: self._some_step_ends()))
 
     def watch(self, thing: Any) -> None:
-        """Measure a model, an optimizer or a loader that is prepared."""
+        """Measure a prepared object.
+
+        Args:
+            thing: A model, an optimizer or a loader.
+
+        Raises:
+            TrainingError: A second optimizer was prepared, and there is no `on_failure`.
+        """
         if self.finished:
             return
         if isinstance(thing, nn.Module):
@@ -123,7 +135,7 @@ class Profiler:
 
     @property
     def problem(self) -> str:
-        """Why there is no profile."""
+        """Reason why there is no profile yet, as a message."""
         if not self._optimizers:
             return "no optimizer was prepared; hand model, optimizer and loader to job.prepare()"
         if len(self._optimizers) > 1:
@@ -142,7 +154,11 @@ class Profiler:
         )
 
     def close(self) -> None:
-        """The script ends: what was measured has to do. Raises TrainingError where it is too little."""
+        """Finish with the steps measured so far, at the end of the script.
+
+        Raises:
+            TrainingError: There are fewer than `FEWEST_STEPS`, or no gradients.
+        """
         if self.finished:
             return
         problem = self.problem if len(self._steps) < FEWEST_STEPS else ""
@@ -151,7 +167,7 @@ class Profiler:
             raise TrainingError(f"no profile: {problem or self.problem}")
         self._finish()
 
-    # -- what happens in a step ------------------------------------------------------------------------------------
+    # -- hooks of a step -------------------------------------------------------------------------------------------
 
     def _watch_model(self, model: nn.Module) -> None:
         prefix = f"{len(self._models)}." if self._models else ""
@@ -171,7 +187,7 @@ class Profiler:
             self._shown = max(self._shown, samples_of(batch))
 
     def _fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loader, and how long each was waited for."""
+        """Yield the batches of a loader, and record the wait for each."""
         if self._step:
             self._step.begins_epoch = True
         while True:
@@ -228,12 +244,12 @@ class Profiler:
             self._finish()
 
     def _some_step_ends(self) -> None:
-        """A step of any optimizer: after enough of them without one that was prepared, none will be."""
+        """Count steps of optimizers that were not prepared, and give up after too many of them."""
         self._unprepared += not self._optimizers
         if self._unprepared >= self._request.warmup_steps + self._request.steps:
             self._give_up()
 
-    # -- what came of it -------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
         self._end()
@@ -297,12 +313,12 @@ class Profiler:
         )
 
     def _waiting_seconds(self, waits: Sequence[float]) -> float:
-        """For data, in a step. With an epoch new processes may begin, which costs more than a batch."""
+        """Compute the typical wait for data in a step. First steps of epochs do not count, because worker processes may start there."""
         inside = [wait for step, wait in zip(self._steps, waits, strict=True) if not step.begins_epoch] or waits
-        return typical_seconds(inside, in_bursts=bool(multiprocessing.active_children()))  # as what loads would be
+        return typical_seconds(inside, in_bursts=bool(multiprocessing.active_children()))  # loader processes
 
     def _loading_seconds(self) -> float:
-        """Of the loaders' processes in a step: the mean, as what they load is for another step than that in which they do."""
+        """Compute the mean CPU seconds of loader processes per step. A mean, because they prefetch batches of other steps."""
         inside = [step for step in self._steps if not step.begins_epoch] or self._steps
         return max(0.0, statistics.fmean(step.loading_seconds for step in inside))
 
@@ -320,24 +336,31 @@ class Profiler:
 
 
 def _processor_seconds_of_children() -> float:
-    """What the loaders' worker processes have taken so far, and other children."""
+    """Return the CPU seconds of all child processes so far, such as loader workers."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = ended.ru_utime + ended.ru_stime
     for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError):  # psutil would ask for more, several times in a step's time
+        with contextlib.suppress(OSError):  # psutil reads more files, which takes several steps' time
             stat = Path(f"/proc/{child.pid}/stat").read_text()
             total += sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
     return total
 
 
 def _variation(seconds: Sequence[float]) -> float:
-    """The coefficient of variation, by the quartiles as those of normal errors: one hiccup in 20 steps does not count."""
+    """Compute the coefficient of variation from the quartiles, assuming normal errors. A single outlier does not count."""
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return min(MAX_VARIATION, (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
 
 
 def samples_of(batch: Any) -> int:
-    """The samples in a batch: the length of the first tensor in it; 0 where there is none."""
+    """Count the samples in a batch.
+
+    Args:
+        batch: Tensors in tuples, lists and mappings.
+
+    Returns:
+        The length of the first tensor; 0 if there is none.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else 0
     if isinstance(batch, Mapping):
@@ -348,7 +371,7 @@ def samples_of(batch: Any) -> int:
 
 
 EXIT_TIMEOUT_SECONDS = 3.0
-"""Time after which a script that was run for its profile is ended, whatever threads it has."""
+"""Time after which a script that the launcher profiled is terminated, even if it has running threads."""
 
 
 class ProfileReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,7 +72,7 @@ def write(
         mask = os.umask(0)
         os.umask(mask)
         _check_opens(name, states)
-        Path(name).chmod(0o666 & ~mask)  # mkstemp's file is for the owner alone
+        Path(name).chmod(0o666 & ~mask)  # mkstemp gives access to the owner only
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def _save(content: dict[str, Any], file: IO[bytes]) -> None:
     try:
         torch.save(content, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # a full disk; torch speaks of positions in the file
+        if isinstance(error.__context__, OSError):  # a full disk; torch's own message only names file positions
             raise error.__context__ from None
         raise
 
@@ -101,7 +101,7 @@ def _remove_partial(folder: Path, prefix: str) -> None:
 def _check_opens(path: str, states: dict[str, Any]) -> None:
     """Raise TrainingError with the path in `states` if `read` could not open the file."""
     try:
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # mapped: the numbers are not read again
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # mapped, so tensor data is not read again
     except pickle.UnpicklingError as error:
         where, what = _unsafe("", states) or ("", "something")
         raise TrainingError(
@@ -109,7 +109,7 @@ def _check_opens(path: str, states: dict[str, Any]) -> None:
             hint="keep to numbers, strings and tensors in the states of what is saved",
         ) from error
     except (OSError, RuntimeError):
-        pass  # not every file system maps files
+        pass  # some file systems cannot map files
 
 
 def _unsafe(where: str, thing: Any) -> tuple[str, str] | None:
@@ -129,19 +129,19 @@ def _unsafe(where: str, thing: Any) -> tuple[str, str] | None:
         torch.save(type(thing)() if inside else thing, file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except Exception:  # whatever its class raises
+    except Exception:  # of any type: the object's class may raise it
         return where, f"a {type(thing).__name__}"
     return None
 
 
 def content(path: str | os.PathLike[str]) -> bytes | None:
-    """Read a file.
+    """Read the bytes of a file.
 
     Args:
         path: The file.
 
     Returns:
-        Its bytes, None if there is no file.
+        The content; None if the file does not exist.
     """
     try:
         return Path(path).read_bytes()
@@ -150,7 +150,7 @@ def content(path: str | os.PathLike[str]) -> bytes | None:
 
 
 class _Memory(io.RawIOBase):
-    """A read-only file over bytes, which copies none before it is read."""
+    """Read-only file over bytes. Data is copied only when it is read."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data, self._place = memoryview(data), 0
@@ -201,7 +201,7 @@ def read(
 
     try:
         saved = torch.load(_Memory(data), map_location=place, weights_only=True)  # type: ignore[arg-type]  # it reads and seeks
-    except Exception as error:  # torch raises a dozen kinds here
+    except Exception as error:  # torch raises a dozen types here
         raise TrainingError(f"{source} is no checkpoint of job.save: {error}") from error
     try:
         states, values = saved["states"], saved["values"]
@@ -229,10 +229,10 @@ def read(
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return the address of its elements."""
+    """Return the memory address of a tensor's elements."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
-    elif tensor.layout is not torch.strided:  # the compressed ones
+    elif tensor.layout is not torch.strided:  # compressed sparse layouts
         tensor = tensor.values()
     return tensor.untyped_storage().data_ptr()
 
@@ -260,7 +260,7 @@ def _load(thing: Any, state: Any) -> None:
 
 
 def _names(model: nn.Module, state: Iterable[str]) -> dict[str, str]:
-    """Map names with wrappers to names without."""
+    """Map parameter names that contain wrappers to the plain names."""
     wrappers = [
         f"{name}."
         for name, module in model.named_modules()
@@ -291,14 +291,14 @@ def has_state(thing: Any) -> bool:
 
 
 def _without_numpy(thing: Any) -> Any:
-    """Replace NumPy's numbers, as schedulers leave them in an optimizer, by Python's: torch.load refuses them."""
+    """Replace NumPy scalars, which schedulers store in optimizers, by Python numbers: torch.load refuses them."""
     if isinstance(thing, np.generic):
         return thing.item()
     if isinstance(thing, dict):
         items = [(_without_numpy(key), _without_numpy(value)) for key, value in thing.items()]
         if all(a is c and b is d for (a, b), (c, d) in zip(items, thing.items(), strict=True)):
             return thing
-        changed = copy.copy(thing)  # of its class, with its attributes
+        changed = copy.copy(thing)  # keeps class and attributes
         changed.clear()
         changed.update(items)
         return changed

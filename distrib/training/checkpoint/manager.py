@@ -1,4 +1,4 @@
-"""Saving and restoring a job's checkpoints: the main rank writes, and all ranks restore the newest file that a rank sees.
+"""Saving and restoring of a job's checkpoints: the main rank writes, and all ranks restore the newest file that a rank can read.
 
 A restartable job has replicas on its other hosts (`replicas`). The content of the file is in `checkpoint_format`.
 """
@@ -24,18 +24,35 @@ log = get_logger("checkpoint")
 
 
 class Checkpoints:
-    """Those that a job writes and reads. `elastic`: ranks may come and go."""
+    """Checkpoints of a job: written by the main rank and by replica writers, restored by all ranks."""
 
     def __init__(
         self, run: replicas.Run, backend: TrainingStrategy, exchange: JobCollectives, *, elastic: bool
     ) -> None:
+        """Create the manager.
+
+        Args:
+            run: The run of this start of the job.
+            backend: The training strategy, whose state is saved too.
+            exchange: The job's collectives.
+            elastic: True if ranks may leave and join.
+        """
         self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
         self._exchange, self._elastic = exchange, elastic
         self._saves: Counter[str] = Counter()
         self._has_warned = False
 
     def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, is_main: bool) -> None:
-        """See `Job.save`."""
+        """Write a checkpoint if this rank is the main rank or writes a replica; see `Job.save`.
+
+        Args:
+            path: The file.
+            objects: Objects with a `state_dict`, and plain values, by name.
+            is_main: True on the main rank.
+
+        Raises:
+            TrainingError: A value could not be loaded with `weights_only=True`. Replica writers warn instead.
+        """
         place = os.path.realpath(path)
         self._saves[place] += 1
         stamp = self._run.stamp(self._saves[place])
@@ -46,7 +63,7 @@ class Checkpoints:
         elif self._writes_replica(path):
             try:
                 checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
-            # A full disk, or a state that the main rank alone can give: the job has its checkpoint all the same.
+            # A full disk, or a state that only the main rank has. The main rank's checkpoint exists in any case.
             except Exception as error:
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
 
@@ -59,7 +76,18 @@ class Checkpoints:
             )
 
     def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
-        """See `Job.restore`. Every rank."""
+        """Load the newest checkpoint on all ranks; see `Job.restore`. Collective.
+
+        Args:
+            path: The file.
+            objects: Objects to load, and defaults of plain values, by name.
+
+        Returns:
+            The plain values by name.
+
+        Raises:
+            TrainingError: The file is not a checkpoint, or does not match the objects.
+        """
         source = self._newest(path) if self._run.max_restarts else 0
 
         def read() -> bytes | None:
@@ -74,11 +102,11 @@ class Checkpoints:
             return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
         if source and self._world.rank == source:
             log.info(f"{place} is this host's: it is the newest")
-        self._backend.finish_rounds()  # what is not restored goes on, too
+        self._backend.finish_rounds()  # objects that are not restored continue from common parameters
         values, state = checkpoint_format.read(data, objects, self._device, source=os.fspath(path))
         restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
         if all(isinstance(thing, nn.Module) for thing in restored):
-            state = {}  # where weights alone are wanted, perhaps of a job of other optimizers
+            state = {}  # only weights are restored, perhaps from a job with other optimizers
         if restored:
             self._backend.load_state_dict(move_to_device(state, self._device))
         return values

@@ -1,7 +1,7 @@
 """Replicas of a checkpoint on the hosts of a restartable job, and the choice of the newest.
 
-Where each host has its own file system, a checkpoint of the main rank alone would be lost with its host, and a host that comes back
-has an older one. So every checkpoint has a stamp: when in the run it was written.
+If each host has its own file system, a checkpoint of the main rank alone is lost with its host, and a replacement host may have an
+older one. So every checkpoint has a stamp with its run, start and number.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ class Run:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Run:
+        """Read the run from the launcher's environment variables.
+
+        Args:
+            environ: The environment of this rank.
+
+        Returns:
+            The run; without name if no launcher started this rank.
+        """
         if DISTRIB_JOB not in environ:
             return cls()
         return cls(
@@ -56,6 +64,14 @@ class Run:
         )
 
     def stamp(self, number: int) -> Stamp:
+        """Make the stamp of a checkpoint that is written now.
+
+        Args:
+            number: Number of the save in this start.
+
+        Returns:
+            The stamp.
+        """
         return Stamp(self.name, self.restarts, number, time.time())
 
 
@@ -89,7 +105,7 @@ def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         run, start, number, when = saved["stamp"]
         return Stamp(str(run), int(start), int(number), float(when))
-    except Exception:  # torch raises a dozen kinds here; whoever reads the file says what is wrong with it
+    except Exception:  # torch raises a dozen types here; the error message comes when the file is restored
         return NO_STAMP
 
 

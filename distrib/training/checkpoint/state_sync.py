@@ -17,10 +17,10 @@ from distrib.training.collectives import JobCollectives, find_differing, to_byte
 
 
 def broadcast_states(things: Sequence[Any], exchange: JobCollectives) -> None:
-    """Load rank 0's state where a rank has another one, as a script may read a checkpoint on one rank only. Collective.
+    """Load rank 0's state on ranks where it differs: a script may read a checkpoint on one rank only. Collective.
 
     Args:
-        things: Prepared objects. Those without a state are ignored.
+        things: Prepared objects. Objects without a state are ignored.
         exchange: The job's collectives.
     """
     stateful = [thing for thing in things if _has_common_state(thing)]
@@ -36,10 +36,10 @@ def broadcast_states(things: Sequence[Any], exchange: JobCollectives) -> None:
 
 
 def broadcast_settings(things: Sequence[Any], exchange: JobCollectives) -> None:
-    """Load the main rank's settings in mode async, where the servers hold the optimizer's state. Collective.
+    """Load the main rank's settings in mode async, in which the servers hold the optimizer's state. Collective.
 
     Args:
-        things: Prepared objects. Those without a state are ignored.
+        things: Prepared objects. Objects without a state are ignored.
         exchange: The job's collectives.
     """
     stateful = [thing for thing in things if _has_common_state(thing)]
@@ -61,7 +61,7 @@ def broadcast_settings(things: Sequence[Any], exchange: JobCollectives) -> None:
 
 
 def _serialized(state: Any) -> bytes | None:
-    """Serialize a state; None for what cannot be pickled, such as functions: each rank keeps its own."""
+    """Serialize a state. Returns None if it cannot be pickled, such as functions; each rank then keeps its own."""
     try:
         return to_bytes(state)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -76,7 +76,7 @@ def _settings(thing: Any) -> Any:
 
 
 def _has_common_state(thing: Any) -> bool:
-    """Test if all ranks need the same state; not if each holds a part, as in ZeroRedundancyOptimizer."""
+    """Test if all ranks must have the same state. False if each rank holds a part, as in ZeroRedundancyOptimizer."""
     kinds = Optimizer, LRScheduler, torch.amp.GradScaler
     return isinstance(thing, kinds) and not hasattr(thing, "consolidate_state_dict")
 

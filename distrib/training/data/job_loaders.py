@@ -76,9 +76,9 @@ class JobLoaders(StepObserver):
         Returns:
             This rank's share.
         """
-        number, generator = self.prepared, loader.generator  # scripts may seed it by rank, but the order must be the same
+        number, generator = self.prepared, loader.generator  # ranks may seed it differently
         self.prepared += 1
-        own = subset_digest(loader.dataset) if self._elastic else ""  # in other modes all ranks compare together at the first step
+        own = subset_digest(loader.dataset) if self._elastic else ""  # others compare at the first step
         if generator:  # another order for each loader of one generator: a script may make a loader in each epoch
             number = self._generator_uses[generator] = self._generator_uses.get(generator, -1) + 1
         seed, of_main = self._collectives.from_main(

@@ -210,7 +210,7 @@ class Reducer:
             self._waiting = False
             frozen = [p for p in self.parameters if not p.requires_grad and p.grad is None]
             self._hvd.synchronize()
-            for parameter in frozen:  # Horovod makes their gradients zeros, with which momentum and weight decay would still apply
+            for parameter in frozen:  # Horovod sets zeros, so weight decay would still apply
                 parameter.grad = None
 
     def _arrived(self, gradient: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ log = get_logger("training")
 MIXED = 0.5
 """Weight of a rank's own parameters after an overlapped exchange (alpha of Streaming DiLoCo)."""
 FEW_STEPS = 8
-"""Inner steps of a round below which outer momentum on top of the optimizer's own momentum may diverge (measured: docs/training.md)."""
+"""Inner steps of a round below which outer momentum on top of the optimizer's own momentum may diverge (see docs/how-to/local-sgd.md)."""
 LOOK_STEPS = 3 * FEW_STEPS
 """Inner steps after which the average length of a round is checked once."""
 
@@ -157,7 +157,7 @@ class LocalSgdStrategy(TrainingStrategy):
             for parameter in new:
                 if parameter not in known:
                     raise unprepared_parameter(parameter)
-            own = {*trainable_parameters(optimizer)}  # new parameters may belong to a model that it did not train before
+            own = {*trainable_parameters(optimizer)}  # new parameters may be of another model
             self.pair_models(optimizer, [model for model in self._models if not own.isdisjoint(model.parameters())])
         result = update()
         begun = self._clock.mark()
@@ -203,9 +203,7 @@ class LocalSgdStrategy(TrainingStrategy):
         Raises:
             TrainingError: The checkpoint is of another number of optimizers, or of other parameter sizes.
         """
-        states = state.get(
-            "local", [{}] * len(self._rounds)
-        )  # without this entry, outer momenta start at zero
+        states = state.get("local", [{}] * len(self._rounds))  # without this entry, outer momenta start at zero
         if len(states) != len(self._rounds):
             raise TrainingError(
                 f"the checkpoint is of {len(states)} optimizer(s) in mode local, the job has {len(self._rounds)}",
@@ -293,7 +291,7 @@ class Round:
         self._taken += 1
         if (self._taken - self._settled) % self._steps == 0:
             self.rounds, self._ended = self.rounds + 1, self._taken
-            _average_buffers(self._buffers, self._ranks)  # before large fragments: NCCL runs collectives one after the other
+            _average_buffers(self._buffers, self._ranks)  # before fragments: NCCL runs one at a time
         for number, fragment in enumerate(self._fragments):
             if fragment.due is not None and self._taken >= fragment.due:
                 fragment.finish(own_share=MIXED)

@@ -27,9 +27,14 @@ def typical_seconds(seconds: Sequence[float], *, in_bursts: bool) -> float:
 
 
 class DeviceTimer:
-    """A timer of a device. On a GPU a mark is an event in the current stream, so that taking it waits for nothing."""
+    """Timer of a device. On a GPU a mark is an event in the current stream, so that taking a mark does not block."""
 
     def __init__(self, device: torch.device) -> None:
+        """Create the timer.
+
+        Args:
+            device: The device whose work is timed.
+        """
         self._device = device
         self._cuda = device.type == "cuda"
 

@@ -1,4 +1,4 @@
-"""What a rank tells the launcher while it trains: JSON lines on the status pipe (see docs/contracts.md)."""
+"""Status messages of a rank to the launcher, as JSON lines on a pipe (`DISTRIB_STATUS_FD`)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ from distrib.errors import TrainingError
 from distrib.training.step_observer import StepObserver
 
 LONGEST_LINE_BYTES = 4096
+"""Limit of a line: PIPE_BUF of Linux, up to which a write to a pipe is atomic."""
 SHORTEST_INTERVAL_SECONDS = 0.1
+"""Least time between two step messages."""
 LATE_SECONDS = 0.5
-"""A step that was not said at once is said after so long: it may have been the last before the rank stood still."""
+"""Delay of a step message that the rate limit held back. It may be the last one before the rank hangs."""
 
 
 class StatusPipe(StepObserver):
-    """The way to the launcher. It never blocks the script: a full or a closed pipe loses the line."""
+    """Pipe to the launcher. It never blocks the script: a line is lost if the pipe is full or closed."""
 
     def __init__(self, descriptor: int | None) -> None:
+        """Create the sender.
+
+        Args:
+            descriptor: File descriptor of the pipe; None without a launcher.
+        """
         self._descriptor = descriptor
         self._step = self._said = 0
         self._next_step_time = 0.0
@@ -33,12 +40,16 @@ class StatusPipe(StepObserver):
 
     @classmethod
     def from_environment(cls) -> StatusPipe:
-        """The pipe that DISTRIB_STATUS_FD names; without one every line is lost, as is right for a rank alone."""
+        """Open the pipe that DISTRIB_STATUS_FD names. Without it, all messages are dropped."""
         text = os.environ.get(DISTRIB_STATUS_FD, "")
         return cls(int(text) if text.isdecimal() else None)
 
     def step(self, number: int) -> None:
-        """Says that step `number` is done, at most ten times a second: of faster ones some are left out, never the last."""
+        """Report a completed step, at most ten times per second. The last step is always reported, perhaps `LATE_SECONDS` later.
+
+        Args:
+            number: Number of steps so far.
+        """
         self._step = max(self._step, number)
         if self._descriptor is None:
             return
@@ -52,31 +63,49 @@ class StatusPipe(StepObserver):
             self._late.start()
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        """Report the step to the launcher.
+
+        Args:
+            step: Steps that this optimizer has taken; 0 reports nothing.
+            updated: Not used.
+        """
         if step:
             self.step(step)
 
     def prepared(self) -> None:
-        """Says that the script has prepared a model that learns: what was asked for at launch has a meaning."""
+        """Report that the script has prepared a trainable model, so that the strategy options of the launch apply."""
         self._write({"prepared": True})
 
     def closing(self) -> None:
-        """Says that the script is at its end and waits for the others there."""
+        """Report that the script has ended and waits for the other ranks."""
         self._write({"closing": True})
 
     def metrics(self, values: dict[str, Any], *, is_main: bool) -> None:
-        """Says what the script measured, whose log the main rank's is. Raises TrainingError for values that fit no line of 4096 bytes."""
+        """Report metrics of the script.
+
+        Args:
+            values: Metrics by name.
+            is_main: True if this rank is the main rank, whose metrics the launcher logs.
+
+        Raises:
+            TrainingError: A value has another type than JSON allows, or the line exceeds `LONGEST_LINE_BYTES`.
+        """
         self._write({"metrics": {name: _plain(name, value) for name, value in values.items()}, "main": is_main})
 
     @property
     def is_read(self) -> bool:
-        """Whether there is a launcher."""
+        """True if a launcher reads the pipe."""
         return self._descriptor is not None
 
     def measured(self, values: dict[str, Any]) -> None:
-        """Says how long the last steps took; see `distrib.training.telemetry.step_timer`. What fits no line is not said."""
+        """Report the step times of a window; see `distrib.training.telemetry.step_timer`.
+
+        Args:
+            values: Measured values by name. Values per host are dropped if the line is too long.
+        """
         try:
             self._write({"measured": values})
-        except TrainingError:  # a rank that talks to hundreds of hosts
+        except TrainingError:  # a rank with connections to hundreds of hosts
             self._write({"measured": {**values, "sent_bytes_per_second": {}, "sent_bytes_per_step": {}}})
 
     def _say_step(self) -> None:
@@ -101,13 +130,13 @@ class StatusPipe(StepObserver):
             os.write(self._descriptor, line)
         except BlockingIOError:
             pass
-        except OSError:  # nobody reads any more
+        except OSError:  # the launcher has closed the pipe
             self._descriptor = None
 
 
 def _plain(name: str, value: Any) -> Any:
-    """`value` as JSON has it: a tensor of one element as its number; nan and inf, unknown to JSON, as strings."""
-    if isinstance(value, torch.Tensor) or hasattr(value, "item"):  # and the scalars of numpy
+    """Convert a value to JSON types: a tensor of one element to its number, NaN and infinity to strings."""
+    if isinstance(value, torch.Tensor) or hasattr(value, "item"):  # also scalars of NumPy
         try:
             value = value.item()
         except (RuntimeError, ValueError) as error:

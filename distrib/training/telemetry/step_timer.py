@@ -1,8 +1,8 @@
-"""Measures steps while a job trains: how long they take, how much of that is waiting for gradients, what the wires carry.
+"""Step times during training: duration of a step, its wait for gradients, and the traffic to other hosts.
 
-It looks at some steps after the first ones, and again every `PAUSE_SECONDS`; between these windows it does nothing. In a window a
-hook on each parameter notes when its gradient is ready; from the last one to the optimizer the rank waits for the others. In modes
-where it waits elsewhere, and not in each step, the backend counts that, and each step is told to have its share.
+Steps are measured in windows: one after the first steps, then one every `PAUSE_SECONDS`. Between windows nothing is measured. In a
+window, a hook on each parameter marks the time of its gradient. The time from the last gradient to the optimizer is the wait for
+other ranks. Strategies that wait elsewhere, and not in every step, count their waits. Each step then has the mean wait.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
 
 WARMUP_STEPS = 5
+"""Steps before the first window."""
 WINDOW_STEPS = 20
+"""Steps after which a window ends."""
 FEWEST_STEPS = 5
+"""Measured steps that a window needs at least."""
 WINDOW_SECONDS = 10.0
-"""A window ends after so many steps, or after this time if there were a few by then."""
+"""Time after which a window ends, if it has `FEWEST_STEPS`."""
 PAUSE_SECONDS = 10.0
+"""Time between two windows."""
 
 
 class Meter:
-    """Measures the steps of the first optimizer that it is shown, and tells `report` of each window: seconds, medians.
-
-    `waited` tells how long the rank has waited so far, where that is not between backward and optimizer; else None. No window
-    opens before `steady` says that steps go as they will go on. `by_tcp`: gradients go through TCP connections in any case; else
-    what these carry is told only where it is all that is sent.
-    """
+    """Measurement of the steps of one optimizer: the first that is prepared, until it is released."""
 
     def __init__(
         self,
@@ -47,13 +46,22 @@ class Meter:
         *,
         by_tcp: bool = False,
     ) -> None:
+        """Begin without an optimizer.
+
+        Args:
+            device: The device of this rank.
+            report: Called after each window with medians in seconds and traffic in bytes, by name.
+            waited: Returns the seconds waited so far; None if the rank waits only between backward and optimizer.
+            steady: Returns False while step times are not typical. No window begins then.
+            by_tcp: True if all gradients travel over TCP. Otherwise, traffic is reported only if TCP carries all collectives.
+        """
         self._is_counted = by_tcp or tcp_stats.are_all(device)
         self._clock = DeviceTimer(device)
         self._report = report
         self._waited = waited
         self._steady = steady
-        self._waits: list[float] = []  # as counted by the backend, at the end of each step of a window
-        self._since: tuple[int, float] | None = None  # steps and waiting when it was looked at first
+        self._waits: list[float] = []  # seconds counted by the strategy, at the end of each step of a window
+        self._since: tuple[int, float] | None = None  # steps and seconds waited at the begin of the first window
         self._models: list[nn.Module] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._until = WARMUP_STEPS
@@ -69,9 +77,13 @@ class Meter:
         self._steps = 0
 
     def watch(self, thing: Any) -> None:
-        """Measure a model or an optimizer that is prepared."""
+        """Measure a prepared object.
+
+        Args:
+            thing: A prepared model or optimizer. Other objects are ignored.
+        """
         if isinstance(thing, nn.Module):
-            # In place of what it was before it was prepared again.
+            # A model that is prepared again replaces its former wrapper.
             self._models = [*exclude_model(self._models, thing), thing]
         elif isinstance(thing, torch.optim.Optimizer) and self._optimizer is None:
             self._optimizer = thing
@@ -81,7 +93,11 @@ class Meter:
             ]
 
     def release(self, thing: Any) -> None:
-        """It is trained no more. The next optimizer that is shown is measured then."""
+        """Stop measuring an object. The next optimizer that is prepared is measured instead.
+
+        Args:
+            thing: A released model or optimizer.
+        """
         if isinstance(thing, nn.Module):
             self._models = exclude_model(self._models, thing)
         elif thing is self._optimizer:
@@ -97,7 +113,7 @@ class Meter:
 
     def _open(self) -> None:
         def ready(_: torch.Tensor) -> None:
-            self._ready = self._clock.mark()  # none in a CUDA graph, of which nothing is reported
+            self._ready = self._clock.mark()  # None in a CUDA graph: its steps are not reported
 
         for model in self._models:
             for parameter in model.parameters():
@@ -143,11 +159,11 @@ class Meter:
         self._clock.synchronize()
         seconds = self._clock.seconds
         steps = [seconds(begin, end) for begin, _, _, end in self._marks]
-        in_bursts = bool(multiprocessing.active_children())  # as what loads would be
+        in_bursts = bool(multiprocessing.active_children())  # loader processes
         if self._since is None:
             waits = [max(0.0, seconds(ready, called)) for _, ready, called, _ in self._marks]
             step, wait = typical_seconds(steps, in_bursts=in_bursts), statistics.median(waits)
-        else:  # in some steps it waits long, in most of them not at all
+        else:  # few steps have a long wait, and most have none
             waits = [after - before for before, after in itertools.pairwise(self._waits)]
             begun, before = self._since
             wait = (self._waits[-1] - before) / (self._steps - begun)

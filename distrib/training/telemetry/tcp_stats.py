@@ -20,7 +20,7 @@ _ACKED, _BUSY, _RECEIVER_LIMITED = 120, 168, 176
 """Offsets of tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited: 64 bits each, times in microseconds (Linux 4.10)."""
 
 MIN_RATE_BYTES = 1 << 20
-"""Bytes below which no rate is computed: they fit into the socket's buffer."""
+"""Least traffic for which a rate is computed. Smaller amounts stay in the socket's buffer, so their rate is not that of the network."""
 
 
 class Sent(NamedTuple):
