@@ -1,4 +1,4 @@
-"""`distrib_launch.run`: a launch from Python, with the command's own options, of a script or a function."""
+"""Python API `distrib_launch.run`: launch a script or a function with the options of `distrib-launch`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
 
 FUNCTION_LIMIT_BYTES = 1 << 30
+"""Largest pickle of a function with its arguments."""
 NOT_HERE = ("dry_run", "json", "version", "help", "module")
+"""Options of the command that `run` does not accept."""
 
 
 class RunResult(results.Result, frozen=True, kw_only=True):
-    """A run that succeeded: what `result.json` holds, where its files are, and what a function returned on each rank."""
+    """Result of a job that succeeded: the content of `result.json`, the run directory, and a function's return value on each rank."""
 
     run_dir: str
     return_values: tuple[Any, ...] = ()
@@ -37,18 +39,33 @@ def run(
     np: int | None = None,
     **options: Any,
 ) -> RunResult:
-    """Run a script, or a function with `args`, on every rank, and wait for the end.
+    """Run a script or a function on every rank, and wait for its end.
 
-    `hosts` is a hostfile, a list such as `"a:2,b:2"`, its items, or slots by host; `np` the number of ranks. `options` are those of
-    `distrib-launch`, but for dry_run, json, module and version, with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
-    anywhere, in a notebook's cell too, and need not be on the hosts; modules that it imports must be (`sync=` brings
-    them). What it returns on each rank is in `return_values`.
+    Output of the ranks is written to `sys.stdout` and `sys.stderr`. `run` may be called from any thread; it handles signals if that is
+    the main thread. A function may be defined anywhere, also in a notebook, and need not exist on the hosts. Modules that it imports
+    must exist there; `sync="."` copies them.
 
-    Raises `JobFailed` with the error of each rank, `KeyboardInterrupt` when it was interrupted by Ctrl-C, and other
-    `DistribError`s where the job could not be started. Output is written to `sys.stdout` and `sys.stderr`. It may be
-    called from any thread; signals are handled when it is the main one.
+    Args:
+        target: Path of a script, or a function.
+        *args: Arguments of the script or function.
+        hosts: Hostfile, list such as `"a:2,b:2"`, its items, or slots by host; None: this machine or Slurm's allocation.
+        np: Number of ranks; None: one for each slot.
+        **options: Options of `distrib-launch` with underscores, such as `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True` or
+            `host_reduction=False`. dry_run, json, module and version do not exist here.
+
+    Returns:
+        The result; `return_values` has what the function returned on each rank.
+
+    Raises:
+        JobFailed: The job failed; `errors` has the error of each rank.
+        KeyboardInterrupt: Ctrl-C interrupted the job.
+        DistribError: The job could not be started.
+
+    Example:
+        result = distrib_launch.run(train, 0.1, hosts="a:2,b:2", timeout="10m")
+        print(result.return_values[0])
     """
-    files.working_directory()  # which all that is named begins at
+    files.working_directory()  # raises ConfigError if the folder was deleted
     words = _words({"hosts": _hosts(hosts), "np": np, **options})
     if callable(target):
         name = getattr(target, "__name__", type(target).__name__)
@@ -86,7 +103,7 @@ def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | N
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:
-    """The command's words for options by name."""
+    """Convert options by name to words of the command line."""
     known = {
         flag[2:].replace("-", "_"): action
         for flag, action in launch_arguments.parser()._option_string_actions.items()
@@ -138,7 +155,7 @@ def _value(run_dir: Path, rank: int) -> Any:
     try:
         return pickle.loads((run_dir / f"ranks/{rank}.value").read_bytes())
     except OSError:
-        return None  # it left early, with sys.exit(0)
+        return None  # the function ended with sys.exit(0)
 
 
 def _failed(result: results.Result, run_dir: Path) -> JobFailed:

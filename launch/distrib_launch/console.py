@@ -1,7 +1,7 @@
-"""The terminal: every rank's lines whole and tagged, and the launcher's own words, written by a thread of their own.
+"""Terminal output of a job: tagged whole lines of the ranks, and messages of the launcher, written by a thread.
 
-A terminal that stands still (Ctrl-S, a stuck ssh) must not hold up the job: what it cannot take waits here, and past
-`BACKLOG_BYTES` it is dropped with a line that says so. The files under `ranks/` get everything.
+A terminal that accepts nothing (Ctrl-S, a stuck ssh) must not stop the job. Its output waits in memory; beyond `BACKLOG_BYTES`
+lines are dropped and their number is reported. The files under `ranks/` are always complete.
 """
 
 from __future__ import annotations
@@ -24,43 +24,46 @@ from distrib.utils import log
 from distrib.utils.ranges import ranges
 
 BACKLOG_BYTES = 64 << 20
+"""Output kept in memory for a slow terminal; further lines are dropped."""
 PATIENCE_SECONDS = 5.0
-"""At the end, for so long one is waited for who reads nothing."""
+"""Time that `Console.close` waits for a terminal that accepts nothing."""
 
 LINE_LIMIT_BYTES = 1 << 20
-"""A longer line is shown in pieces."""
+"""Longest line that is shown whole; a longer one is shown in pieces."""
 
 ALONE_LIMIT_BYTES = 16 << 20
-"""So long may a line be where one rank alone is shown: the probe's first one tells of all hosts."""
+"""The same if only one rank is shown: the first record of a probe describes all hosts in one line."""
 
 BAR_SECONDS = 10.0
-"""How often a progress bar is shown that is not at its end; ten times as seldom where no terminal is."""
+"""Interval at which an unfinished progress bar is shown; ten times as long if the output is not a terminal."""
 
 FOLD_SECONDS = 0.1
+"""Time that a line waits for the same line of other ranks."""
 FOLD_LIMIT_LINES = 2000
-"""How long, and among how many lines, a line waits for the same line of other ranks."""
+"""Largest number of waiting lines."""
 
 LOG_TIME = re.compile(rb"^\[([IWE])\d{3,4} [\d:.]+ ")
-"""How torch's own log lines begin; the time tells them apart where nothing else does."""
+"""Prefix of torch's log lines, with a time that differs between ranks in otherwise equal lines."""
 
 RANK = re.compile(rb"^\[rank(\d+)\]: ?")
-"""What torch puts before the lines of a traceback: which rank's it is our own tag tells."""
+"""Prefix of torch's tracebacks; it is removed, because the line's tag names the rank."""
 
 UP = b"\x1b[A"
-"""Moves a terminal's cursor to the line above."""
+"""Escape sequence that moves the cursor to the line above."""
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+"""SGR codes of the tags, by rank modulo their number."""
 
 
 def _without_way_up(bar: bytes) -> bytes:
-    """The state of a bar that is drawn within another, without the way back to that."""
+    """Remove the cursor movements at the end of a nested progress bar."""
     while bar.endswith(UP):
         bar = bar.removesuffix(UP)
     return bar
 
 
 class _Line:
-    """A line that waits for other ranks to say the same."""
+    """Line that waits for the same line of other ranks."""
 
     __slots__ = ("key", "number", "ranks", "text", "time")
 
@@ -69,7 +72,10 @@ class _Line:
 
 
 class Folder:
-    """Folds identical lines of several ranks into one, whatever time and rank torch writes into them; each rank's stay in their order."""
+    """Deduplication of lines: merges equal lines of several ranks, whose times and rank prefixes may differ.
+
+    Lines of one rank stay in their order.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[_Line] = deque()
@@ -78,13 +84,19 @@ class Folder:
         self._number = 0
 
     def add(self, rank: int, text: bytes) -> None:
+        """Add a line of a rank.
+
+        Args:
+            rank: Global rank.
+            text: Line without its end.
+        """
         if (named := RANK.match(text)) and int(named[1]) == rank:
             text = text[named.end() :]
         key = LOG_TIME.sub(rb"[\1 ", text)
         same = self._by_key.setdefault(key, deque())
         last = self._last.get(rank, -1)
         if same and same[-1].number > last:
-            # They are in order, and many where a rank says one thing over and over.
+            # Sorted by number; there are many if a rank repeats a line.
             line = same[bisect.bisect_right(same, last, key=lambda line: line.number)]
             line.ranks.append(rank)
             self._last[rank] = line.number
@@ -96,7 +108,12 @@ class Folder:
         self._last[rank] = self._number
 
     def take(self, *, all_of_them: bool, among: int) -> list[_Line]:
-        """Lines that have waited long enough, or that each of `among` ranks has said."""
+        """Remove and return lines that are due.
+
+        Args:
+            all_of_them: True to return all lines at once.
+            among: Number of ranks; a line that all of them printed is due.
+        """
         old = time.monotonic() - FOLD_SECONDS
         taken = []
         while self._waiting:
@@ -107,17 +124,23 @@ class Folder:
                 break
             taken.append(self._waiting.popleft())
             same = self._by_key[line.key]
-            same.popleft()  # the first of them is this line, as the lines of a key wait in order
+            same.popleft()  # this line: the lines of a key are in order
             if not same:
                 del self._by_key[line.key]
         return taken
 
 
 class Console:
-    """Writes rank output and messages to standard output and error, in order, without ever blocking the caller.
+    """Writer of rank output and messages to standard output and error, in order and without blocking the caller.
 
-    `hosts` names each rank's host. `streams` take what is written in place of standard output and error, as in a
-    notebook. Call `tick` now and then: lines that were held back for folding are shown by it.
+    Call `tick` several times a second: it shows lines that waited for deduplication.
+
+    Args:
+        hosts: Host of each rank.
+        quiet: True to show no output of ranks.
+        show_rank: Rank whose output is shown; None: all.
+        dedup: True to merge equal lines of several ranks.
+        streams: Replacements of standard output and error, as in a notebook.
     """
 
     def __init__(
@@ -149,18 +172,28 @@ class Console:
         self._thread.start()
 
     def place(self, hosts: list[str]) -> None:
-        """The ranks run elsewhere than was thought, or than before: on these hosts."""
+        """Set the hosts of the ranks after a change of the plan.
+
+        Args:
+            hosts: Host of each rank.
+        """
         self._hosts = hosts
         self._tags.clear()
 
     def rank_output(self, rank: int, descriptor: int, data: bytes) -> None:
-        """Show a piece of a rank's output (`descriptor` 1 or 2) as tagged whole lines."""
+        """Show a piece of a rank's output as tagged whole lines.
+
+        Args:
+            rank: Global rank.
+            descriptor: 1 for standard output, 2 for standard error.
+            data: Bytes, which may begin and end within a line.
+        """
         if self._quiet or (self._show_rank is not None and rank != self._show_rank):
             return
         key = (rank, descriptor)
         data = self._partial.pop(key, b"") + data
         whole, newline, rest = data.rpartition(b"\n")
-        rest = rest[max(0, rest.rstrip(b"\r").rfind(b"\r")) :]  # of a progress bar's states the last one is ever shown
+        rest = rest[max(0, rest.rstrip(b"\r").rfind(b"\r")) :]  # only the last state of a progress bar is shown
         if len(rest) > self._line_limit_bytes:
             whole, newline, rest = data, b"\n", b""
         if rest:
@@ -169,18 +202,30 @@ class Console:
             self._show(rank, descriptor, whole)
 
     def finish_rank(self, rank: int) -> None:
-        """The rank has ended: show what it left without a line end."""
+        """Show the unfinished last line of a rank that has ended.
+
+        Args:
+            rank: Global rank.
+        """
         for descriptor in (1, 2):
             if rest := _without_way_up(self._partial.pop((rank, descriptor), b"")):
                 self._show(rank, descriptor, rest)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own, on standard error, after all that the ranks have said so far."""
+        """Print a message of the launcher on standard error, after all output that the ranks have sent so far.
+
+        Args:
+            text: The message.
+        """
         self.tick(all_of_them=True)
         self._put(2, f"distrib-launch: {text}\n".encode(errors="replace"), own=True)
 
     def tick(self, *, all_of_them: bool = False) -> None:
-        """Show lines that were held back for folding, and now and then how far a progress bar is."""
+        """Show lines whose wait for deduplication is over, and from time to time a progress bar.
+
+        Args:
+            all_of_them: True to show all waiting lines at once, without progress bars.
+        """
         if not all_of_them:
             self._show_bar()
         for descriptor, folder in self._folders.items():
@@ -189,7 +234,7 @@ class Console:
                 self._put(descriptor, b"".join(self._tag(line.ranks, descriptor) + line.text + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Write what waits, for as long as somebody takes it, and stop."""
+        """Write the remaining output as long as the terminal accepts it, and stop the thread."""
         self.tick(all_of_them=True)
         with self._changed:
             self._note_dropped()
@@ -202,12 +247,12 @@ class Console:
 
     def _show(self, rank: int, descriptor: int, whole: bytes) -> None:
         if UP in whole:
-            # A bar within another is drawn a line below, and then the cursor goes back: nothing of it stays.
+            # A nested progress bar is drawn on the line below the outer one, and the cursor then returns; it is not shown.
             lines = [line for line in whole.split(b"\n") if not line.endswith(UP)]
             if not lines:
                 return
             whole = b"\n".join(lines)
-        if b"\r" in whole:  # of a progress bar's states, the last one on each line
+        if b"\r" in whole:  # a progress bar: show its last state on each line
             whole = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole.split(b"\n"))
         if not self._folders:
             tag = self._tag([rank], descriptor)
@@ -219,7 +264,7 @@ class Console:
         self.tick()
 
     def _show_bar(self) -> None:
-        """Of the bars that ranks draw, the first one's, if it is time and it has changed."""
+        """Show the progress bar of the lowest rank that draws one, if the interval is over and it has changed."""
         pause_seconds = BAR_SECONDS if self._streams or os.isatty(2) else 10 * BAR_SECONDS
         if time.monotonic() - self._bar_at <= pause_seconds:
             return
@@ -277,7 +322,7 @@ class Console:
                     size += len(parts[-1])
                 self._queued_bytes -= size
             data = b"".join(parts)
-            with contextlib.suppress(OSError, ValueError):  # nobody reads any more: the job goes on
+            with contextlib.suppress(OSError, ValueError):  # the reader has gone; the job continues
                 if self._streams:
                     self._streams[descriptor - 1].write(data.decode(errors="replace"))
                     self._streams[descriptor - 1].flush()
@@ -286,7 +331,7 @@ class Console:
                 while left:
                     try:
                         left = left[os.write(descriptor, left) :]
-                    except BlockingIOError:  # who shares this pipe, or terminal, has made it so
+                    except BlockingIOError:  # another process that shares the pipe or terminal made it non-blocking
                         select.select([], [descriptor], [])
 
 
@@ -300,7 +345,7 @@ def report_error(error: object) -> None:
 
 
 def ignore_closed_streams() -> None:
-    """Where standard output or error is closed (`>&-`), as Python then has none, what would be written is thrown away."""
+    """Replace closed standard streams (`>&-`), for which Python has None, by /dev/null."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
@@ -308,14 +353,15 @@ def ignore_closed_streams() -> None:
 
 @contextlib.contextmanager
 def tolerate_closed_pipe() -> Iterator[None]:
-    """What is printed may find nobody to read it, as in `... | head`; that is no failure.
+    """Ignore a closed pipe while the block prints to standard output, as in `... | head`.
 
-    Raises LaunchError where it cannot be written: on a full disk, say.
+    Raises:
+        LaunchError: Standard output cannot be written for another reason, such as a full disk.
     """
     try:
         yield
         print(end="", flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         if not isinstance(error, BrokenPipeError):
             raise LaunchError(f"standard output: {error.strerror}") from error

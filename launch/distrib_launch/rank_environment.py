@@ -1,7 +1,8 @@
-"""Environment of a rank as the launcher decides it: the user's variables, torchrun's names and those of distrib.
+"""Environment of a rank: the user's variables, torchrun's names and those of distrib.
 
-`planned` is known with the plan, `complete` needs the addresses that ranks report. The agent on the host adds what only the
-host knows (`rank_agent.script_process`).
+`planned` returns the variables that are known with the plan; `complete` adds the addresses that ranks report. On the host, the rank
+agent (`rank_agent.agent`, `rank_agent.script_process`) adds the rest to its own environment: the key of the parameter servers, the
+variables of the device, OMP_NUM_THREADS, the error file and the pipes to the agent.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def planned(
     """
     host, workers = hosts[group], sum(host.workers for host in hosts)
     environment = {
-        "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed, not when a buffer is full
+        "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed
         **options.environment,
         WORLD_SIZE: str(workers),
         ROLE_WORLD_SIZE: str(workers if server is None else sum(host.servers for host in hosts)),
@@ -147,7 +148,7 @@ def socket_interface(interface: str | None) -> dict[str, str]:
     Args:
         interface: Name such as `eth0`; None for no restriction.
     """
-    # Without the `=`, NCCL takes a name for a prefix: eth1 would match eth10 as well.
+    # Without the `=`, NCCL treats the name as a prefix: eth1 would also match eth10.
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 

@@ -1,4 +1,4 @@
-"""`--sync DIR`: bring a folder to the same path on every host, only what changed, with rsync over the launcher's ssh."""
+"""`--sync DIR`: copy a folder to the same path on every host with rsync over the launcher's ssh; unchanged files are skipped."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ from distrib.utils.netif import is_here
 from distrib_launch.preflight.check_result import fold_by_host
 
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
+"""Patterns of files and folders that are not copied."""
 AT_ONCE = 16
+"""Number of hosts that are served at the same time."""
 SILENCE_SECONDS = 60
+"""Value of rsync's `--timeout`: time without data after which it gives up."""
 LOOK_SECONDS = 0.2
-LOST_CONNECTION = (10, 12, 30, 35, 255)  # of rsync(1), EXIT VALUES, and ssh's own
+"""Interval at which a waiting thread looks for an interruption."""
+LOST_CONNECTION = (10, 12, 30, 35, 255)
+"""Exit codes for a broken connection: those of rsync(1), EXIT VALUES, and ssh's 255."""
 ABOUT_THE_CONNECTION = "io timeout|unexpectedly closed|Broken pipe|reset by peer|write error|read error"
+"""Pattern of rsync's messages about a broken connection."""
 
 
 class Synced(msgspec.Struct, frozen=True, kw_only=True):
-    """What was brought, over all hosts together."""
+    """Files that were copied, over all hosts together."""
 
     directory: str
     hosts: tuple[str, ...]
@@ -47,11 +53,18 @@ class Synced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Refused(Exception):
-    """Why one host could not be given the folder."""
+    """Reason why the folder could not be copied to one host."""
 
 
 def check_folder(given: str) -> Path:
-    """The absolute path of a folder that can be brought; `ConfigError` where it is none."""
+    """Return the absolute path of a folder to copy.
+
+    Args:
+        given: Value of `--sync`.
+
+    Raises:
+        ConfigError: The path is not a folder, or is the root of the file system.
+    """
     folder = paths.absolute_path(given)
     if not paths.is_dir(folder):
         raise ConfigError(
@@ -66,11 +79,21 @@ def check_folder(given: str) -> Path:
 def sync(
     folder: Path, hosts: Sequence[str], ssh: Sequence[str], *, leave_out: Sequence[Path] = (), keep_newer: bool = False
 ) -> Synced:
-    """Bring `folder` to each of `hosts` but this one. Nothing is deleted there.
+    """Copy a folder to each host except this machine. Files that exist only on a host stay there.
 
-    `leave_out` are further paths that stay here, such as the run directory. With `keep_newer` files that are newer on a host
-    stay as they are there. Raises `ConfigError` without rsync here, and
-    `PreflightError` that names each host which could not be given the folder, and why.
+    Args:
+        folder: Folder to copy.
+        hosts: Names of the hosts.
+        ssh: ssh command that reaches them.
+        leave_out: Paths that are not copied, such as the run directory.
+        keep_newer: True to keep files that are newer on a host.
+
+    Returns:
+        The hosts, files and bytes.
+
+    Raises:
+        ConfigError: There is no rsync on this machine.
+        PreflightError: The copy to some hosts failed; names each with its reason.
     """
     began = time.monotonic()
     others = [host for host in dict.fromkeys(hosts) if not is_here(host)]
@@ -93,7 +116,7 @@ def sync(
     pool = ThreadPoolExecutor(max_workers=AT_ONCE)
     try:
         told = list(pool.map(bring, others))
-    except BaseException:  # those that still run would be waited for
+    except BaseException:  # the pool waits for its threads, which must end first
         interrupted.set()
         raise
     finally:
@@ -115,7 +138,7 @@ def sync(
 def _bring(
     folder: Path, host: str, ssh: Sequence[str], words: Sequence[str], interrupted: threading.Event
 ) -> tuple[int, int]:
-    """Files and bytes that one host was sent. Raises InterruptedError soon after `interrupted` is set."""
+    """Copy the folder to one host; return the number of files and bytes. Raises InterruptedError soon after `interrupted` is set."""
     path = f"{folder}/"
     target = f"[{host}]:{path}" if ":" in host else f"{host}:{path}"
     command = [
@@ -141,10 +164,10 @@ def _bring(
 
 
 def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, str]:
-    """The line that tells why rsync failed, and what to do.
+    """Return the line of output with the cause of rsync's failure, and a hint.
 
-    Lines are looked at before the exit code, which is rsync's own (12) in place of ssh's or the shell's where those had not
-    ended yet when rsync found its connection closed.
+    The output is examined before the exit code: rsync reports its own code (12) if ssh or the shell had not ended yet when
+    rsync found its connection closed.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = [line for line in lines if not line.startswith("rsync error")] or lines
@@ -165,7 +188,7 @@ def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, st
         for line in said:
             if re.search(pattern, line):
                 return line, hint
-    others = [line for line in said if not line.startswith("rsync:")]  # banners and warnings, then what matters
+    others = [line for line in said if not line.startswith("rsync:")]  # banners and warnings, then the error
     if code == 127:
         return (others or said)[-1], install
     own = [line for line in said if line.startswith("rsync:") and not re.search(ABOUT_THE_CONNECTION, line)]
@@ -182,10 +205,10 @@ def _stat(what: str, text: str) -> int:
 
 
 def _rsh(words: Sequence[str]) -> str:
-    """The words as rsync splits them: at blanks outside quotes, with a doubled quote for one inside."""
+    """Join words for `--rsh`: rsync splits them at blanks outside quotes and reads a doubled quote as one."""
     return " ".join("'" + word.replace("'", "''") + "'" if re.search(r"[\s'\"]", word) else word for word in words)
 
 
 def _literal(path: str) -> str:
-    """A path in which rsync's pattern takes nothing for a wildcard."""
+    """Escape the wildcards of rsync's patterns in a path."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if re.search(r"[*?\[]", path) else path

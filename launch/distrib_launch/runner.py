@@ -244,7 +244,7 @@ def _check_script(given: str, *, is_local: bool) -> None:
         )
     if is_local and not os.access(script, os.R_OK):
         raise ConfigError(f"{script}: cannot read it: no permission", hint=f"chmod a+r {script}")
-    with contextlib.suppress(OSError), script.open("rb") as file:  # hosts are asked whether they can read it
+    with contextlib.suppress(OSError), script.open("rb") as file:  # the preflight checks whether the hosts can read it
         if file.read(4) == b"\x7fELF":
             raise ConfigError(
                 f"{script}: it is a program, and distrib-launch starts Python scripts",
@@ -378,8 +378,8 @@ def _launch(
             f"cannot write into the run directory {run_dir}: {error.strerror}",
             hint="make room, or name another with --run-dir",
         ) from error
-    except (DistribError, KeyboardInterrupt) as end:  # a job that runs hears of an interrupt in another way
-        # Whoever waits for the result is to find it.
+    except (DistribError, KeyboardInterrupt) as end:  # before the job runs; the supervisor handles later interrupts
+        # Programs that wait for result.json must find it.
         with contextlib.suppress(OSError):
             run_directory.write_json(
                 run_dir / run_directory.RESULT, results.not_started(plan, end, time.time() - began)
@@ -407,6 +407,6 @@ def _launch(
 
 
 def _in_container() -> bool:
-    """Return True inside a container, where root is usual and has no power over the host."""
+    """Return True inside a container, where it is usual to run as root and harmless to the host."""
     marks = Path("/.dockerenv"), Path("/run/.containerenv")
     return "KUBERNETES_SERVICE_HOST" in os.environ or any(map(files.exists, marks))
