@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,12 @@ def test_the_command_reference_is_current():
     subprocess.run([sys.executable, str(ROOT / "scripts" / "reference.py"), "--check"], check=True)
 
 
-def test_the_site_builds_without_warnings():
+def test_the_site_builds_without_warnings(tmp_path: Path):
+    for name in ("distrib", "launch"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
     zensical = Path(sys.executable).parent / "zensical"
-    built = subprocess.run([str(zensical), "build", "--strict", "--clean"], cwd=ROOT, text=True, capture_output=True)
+    built = subprocess.run([str(zensical), "build", "--strict"], cwd=tmp_path, text=True, capture_output=True)
     assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "build" / "site" / "index.html").is_file()
