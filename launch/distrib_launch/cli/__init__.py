@@ -1,1 +1,1 @@
-"""The commands: arguments and text."""
+"""Command lines of `distrib-launch` and `distrib-topo`: their options and printed output."""

@@ -1,4 +1,4 @@
-"""`distrib-topo check`: the preflight without a launch."""
+"""`distrib-topo check`: run the preflight checks without a launch."""
 
 from __future__ import annotations
 

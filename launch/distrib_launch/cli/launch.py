@@ -1,4 +1,4 @@
-"""`distrib-launch`: options in, exit code out."""
+"""Command `distrib-launch`: parse the options, launch the job, return the exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distrib_launch.launch_plan import LaunchPlan, RankPlan
 
 MAX_HOST_LINES = 3
-"""The plan shows so many equal hosts with a line each, more of them in one line."""
+"""Largest number of equal hosts that the plan shows with a line each; more of them share one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         status, code, message = "stopped", signals.exit_code(interrupt), "interrupted"
     report_error(message)
-    # If parsing failed, `--json` is looked for in the words; one among the script's arguments does no harm.
+    # If parsing failed, `--json` is searched in the words; one among the script's arguments is harmless.
     if arguments.json if arguments else "--json" in (sys.argv[1:] if argv is None else argv):
         with contextlib.suppress(DistribError):  # perhaps standard output is what failed
             _print_json({"status": status, "exit_code": code, "error": message})
@@ -112,7 +112,7 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _host_lines(plan: LaunchPlan) -> Iterator[str]:
-    """What runs where, a line for each host; of many in a row that have the same, one for all."""
+    """Yield a line for each host with its workers and servers; consecutive equal hosts share one."""
     from itertools import groupby
 
     from distrib.cluster.node import name_hosts

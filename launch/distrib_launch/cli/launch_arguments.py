@@ -1,4 +1,4 @@
-"""Command line of `distrib-launch`: its parser, and the `LaunchOptions` that it yields."""
+"""Command line of `distrib-launch`: the parser, and the conversion to `LaunchOptions`."""
 
 from __future__ import annotations
 

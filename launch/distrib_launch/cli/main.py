@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     try:
         from distrib_launch.cli import launch
     except KeyboardInterrupt:

@@ -76,7 +76,7 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
     )
     text = json.dumps(document, indent=2)
     if not arguments.json:
-        import yaml  # only this engine needs it
+        import yaml  # needed only here
 
         text = yaml.safe_dump(json.loads(text), sort_keys=False)  # a tree without shared nodes, so no YAML anchors
     for note in (*plan.notes, *kubernetes.notes_on_pods(plan, environment, pods.resources)):

@@ -32,10 +32,29 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        """Raise the error of a command line.
+
+        Args:
+            message: Message of argparse.
+
+        Raises:
+            ConfigError: Always.
+        """
         raise ConfigError(message, hint=f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        """Parse, and refuse empty values, such as those of shell variables that are not set."""
+        """Parse a command line, and reject empty values, such as those of unset shell variables.
+
+        Args:
+            args: Command line without the program's name; None: that of this process.
+            namespace: Object that gets the values; None: a new one.
+
+        Returns:
+            The options, and the words that are not recognized.
+
+        Raises:
+            ConfigError: The command line is not valid.
+        """
         options, unknown = super().parse_known_args(args, namespace)
         for action in self._actions:
             if action.option_strings and getattr(options, action.dest, None) == "" != action.default:
@@ -44,7 +63,15 @@ class Parser(argparse.ArgumentParser):
         return options, unknown
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """Parse, and suggest a correction for unknown options."""
+        """Parse a command line, and suggest a correction for unknown options.
+
+        Args:
+            args: Command line without the program's name; None: that of this process.
+            namespace: Object that gets the values; None: a new one.
+
+        Raises:
+            ConfigError: The command line is not valid.
+        """
         options: argparse.Namespace
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -52,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Raise ConfigError for unknown words, with the option that was probably meant.
+        """Raise ConfigError for unknown words, and suggest the most similar option.
 
         Args:
             unknown: Words that the parser did not recognize.

@@ -1,4 +1,4 @@
-"""`distrib-topo plan`, and what `distrib-launch` says of a job's speed: before it starts, while it runs, and at its end."""
+"""`distrib-topo plan`: predict how a job scales on a cluster, its bottleneck, and the effect of changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from distrib_launch.cli.options import add_host_filter, add_hosts, fraction, hos
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:
-    """The options of `distrib-topo plan`."""
+    """Add the options of the command.
+
+    Args:
+        plan: Its parser.
+    """
     plan.add_argument("--workload", metavar="NAME|FILE", required=True, help="what is trained: a network of the catalogue such as "
                       "ResNet-50, or the file of distrib-launch --profile")  # fmt: skip
     add_hosts(plan, "all of the topology")
@@ -35,7 +39,17 @@ def add_options(plan: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, and tell; returns the exit code. Raises `DistribError` for what cannot be planned."""
+    """Predict the scaling, and print and draw it.
+
+    Args:
+        options: Parsed options.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        DistribError: Options or files are not valid, or the prediction is not possible.
+    """
     from distrib.bandwidth_model import planner, scaling_plot
     from distrib.utils import plotting
     from distrib_launch.cli import plan_report, plan_request
@@ -59,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _nodes(given: str) -> tuple[int, ...]:
-    """`16`, `1,2,4`, or `1..64`: powers of two between its ends, and the ends."""
+    """Parse `16`, `1,2,4` or `1..64`, which stands for its ends and the powers of two between them."""
     found: set[int] = set()
     for part in given.split(","):
         match = re.fullmatch(r" *([1-9][0-9]{0,8})(?: *\.\. *([1-9][0-9]{0,8}))? *", part)

@@ -1,4 +1,4 @@
-"""The plan of `distrib-topo plan` as text."""
+"""Text output of `distrib-topo plan`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ COLUMNS = 100
 
 
 def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
-    """Everything that is told, in `COLUMNS`; only tables may be wider."""
+    """Format the plan in lines of at most `COLUMNS` characters; only tables may be wider.
+
+    Args:
+        request: Request of the plan.
+        plan: Predictions and recommendations.
+    """
     work = plan.workload
     told = [
         *_wrapped(
@@ -70,7 +75,7 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _held_by(prediction: Prediction) -> str:
-    """What costs a job most: a link with what it carries, or something else."""
+    """Return the bottleneck: a link with its bandwidth, or the largest other loss."""
     cap, most = prediction.cap, next(iter(prediction.losses), None)
     if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE_FRACTION * prediction.step_seconds):
         return "loading data"
@@ -134,7 +139,11 @@ def _comparison(compared: Sequence[NetworkComparison]) -> list[str]:
 
 
 def advice_table(advice: Sequence[Recommendation]) -> list[str]:
-    """Each strategy with what it brings, and by a letter what it costs in convergence."""
+    """Format the recommendations as a table; letters refer to their effects on convergence below it.
+
+    Args:
+        advice: Recommendations, the best first.
+    """
     costs = {each.convergence: chr(ord("a") + place) for place, each in enumerate(_each_cost_once(advice))}
     rows = [
         (
@@ -153,12 +162,18 @@ def advice_table(advice: Sequence[Recommendation]) -> list[str]:
 
 
 def _each_cost_once(advice: Sequence[Recommendation]) -> list[Recommendation]:
-    ordered = sorted(advice, key=lambda each: each.exact)  # letters go to those that are not
+    ordered = sorted(advice, key=lambda each: each.exact)  # inexact ones first: they get the letters
     return list({each.convergence: each for each in ordered}.values())
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
-    """Columns side by side: numbers to the right, the columns in `left` (default: the first and last) to the left."""
+    """Format a table with aligned columns.
+
+    Args:
+        head: Titles of the columns.
+        rows: Cells of each row.
+        left: Indices of left-aligned columns; None: the first and last. Others are right-aligned.
+    """
     aligned = set(left) if left is not None else {0, len(head) - 1}
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 

@@ -21,10 +21,10 @@ from distrib_launch.host_selection import HostFilter, SelectedHost, select_hosts
 from distrib_launch.runner import read_hosts, read_topology_for
 
 MAX_NAMED_HOSTS = 64
-"""Hosts of a hypothetical cluster with a name; further ones are extrapolated."""
+"""Number of hosts of a hypothetical cluster that are modelled one by one; further ones are extrapolated."""
 
 DEFAULT_MAX_HOSTS = 16
-"""The largest prediction if the number of hosts is unknown."""
+"""Number of hosts of the largest prediction if the user and the topology give none."""
 
 
 def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> PlanRequest:
@@ -85,7 +85,7 @@ def _describes_network(topology: Topology) -> bool:
 
 
 def _check_network(topology: Topology | None) -> None:
-    """Raises ConfigError where nobody has slots what joins the hosts."""
+    """Raise ConfigError if neither the user nor the topology describes the network between the hosts."""
     if topology is None:
         raise ConfigError(
             "the network is unknown",
@@ -133,7 +133,7 @@ def _ranks(
     for choice in choices:
         slots = choice.slots if choice.indices is not None else choice.host.slots
         counts[choice.host.name] = slots or (_gpus(topology, choice.host.name) if workload.device != "cpu" else 0)
-    if listed is None:  # a file server without GPUs trains nothing
+    if listed is None:  # a host without GPUs beside hosts with GPUs, such as a file server, runs no ranks
         counts = {host: count for host, count in counts.items() if count} or counts
     return {host: count or _default_ranks(workload) for host, count in counts.items()}
 

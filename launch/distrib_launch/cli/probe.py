@@ -1,7 +1,7 @@
 """`distrib-topo probe`: measure all links, report findings, and write the measurements into the topology file.
 
-The measurement is a job with `distrib.probe` as its script and a measuring rank on each host. Its records are kept as they come:
-a probe that was cut short is resumed, and one that loses a host continues without it.
+The measurement is a job with `distrib.probe` as its script and one rank on each host. The launcher writes each record to a journal at
+once, so that an interrupted probe can be resumed. A probe that loses a host continues without it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class ProbeOutput(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     seconds: float
     whole: bool
-    """True if the probe came to its end."""
+    """True if the probe was completed."""
     hosts: tuple[str, ...]
     lost_hosts: tuple[str, ...]
     """Hosts that failed during the probe."""
     left_out_hosts: tuple[str, ...]
-    """Hosts that failed the checks before it (`--drop-bad-hosts`)."""
+    """Hosts that failed the preflight checks (`--drop-bad-hosts`)."""
     repetitions: int
     outliers: int
     """Repetitions that the coefficients of variation leave out."""
@@ -231,7 +231,7 @@ class _ProbeCommand:
         silent = {h for f in findings if (f.kind, f.severity) == ("host_lost", "error") for h in f.hosts}
         findings += [lost_host_finding(host, why) for host, why in outcome.lost.items() if host not in silent]
         now = build_measured(records) or Measurements(when="", software={}, hosts=self.hosts)
-        # A host that was measured before an interruption, and fails the checks now, stays.
+        # Measurements of a host from before an interruption remain, even if it fails the checks now.
         known = {facts.host for record in records if isinstance(record, ProbeStarted) for facts in record.facts}
         present = tuple(host for host in now.hosts if host not in outcome.left_out or host in known)
         now = msgspec.structs.replace(now, hosts=present)

@@ -18,7 +18,7 @@ _RANK_TAG = re.compile(r"^(?:\x1b\[\d+m)?\[[^\]]*\] (?:\x1b\[0m)?")
 
 
 class _LineStream(io.TextIOBase):
-    """A text stream that passes on whole lines."""
+    """Text stream that passes on whole lines."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take

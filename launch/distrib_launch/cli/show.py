@@ -89,9 +89,7 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.runner import read_hosts, read_topology_for
     from distrib_launch.topology_view.model import view_of
 
-    for (
-        path
-    ) in options.plot:  # a file that was written before the error would stand in the way of the corrected command
+    for path in options.plot:  # before -o writes its file, which the corrected command would refuse to replace
         plotting.check_plot_path(path)
     hosts = read_hosts(options.hosts)
     # The topology beside the hostfile may be out of date, and the replies replace it.
@@ -169,7 +167,7 @@ def _write_new_file(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         with contextlib.suppress(OSError):
-            Path(path).unlink()  # no part of it must remain
+            Path(path).unlink()  # no incomplete file must remain
         raise TopologyError(
             f"cannot write it: {error.strerror}", source=path, hint="name another file with -o"
         ) from None
@@ -209,7 +207,7 @@ def gpu_warnings(inventories: Mapping[str, Inventory]) -> list[str]:
 
 
 def gpu_table(inventories: Mapping[str, Inventory]) -> Table | None:
-    """Return a table of the present state of all GPUs, equal ones in one row; None if there are no GPUs.
+    """Return a table of the current state of all GPUs, equal ones in one row; None if there are no GPUs.
 
     Args:
         inventories: Inventories by host.

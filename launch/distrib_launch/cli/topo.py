@@ -1,4 +1,4 @@
-"""`distrib-topo`: what the cluster is, and what it will do."""
+"""Command `distrib-topo`: show, check and probe a cluster, and plan jobs on it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    signals.raise_on_termination()  # as long as no job runs, which hears them itself
+    """Run the command.
+
+    Args:
+        argv: Command line without the program's name; None: that of this process.
+
+    Returns:
+        The exit code.
+    """
+    signals.raise_on_termination()  # until a job runs, which handles signals itself
     ignore_closed_streams()
     try:
         return _run(argv)
@@ -62,10 +69,10 @@ def _run(argv: Sequence[str] | None) -> int:
         options, unknown = parser.parse_known_args(words)
         if unknown:
             verbs[options.verb].refuse(unknown)
-        files.working_directory()  # which all that is named begins at
+        files.working_directory()  # raises ConfigError if the folder was deleted
         code: int = options.run(options)
     except DistribError as error:
-        if "--json" in words:  # whoever reads it gets what he asked for, whatever became of it, mistyped options too
+        if "--json" in words:  # programs that read the output get JSON after every error, including mistyped options
             import json
 
             with contextlib.suppress(DistribError), tolerate_closed_pipe():

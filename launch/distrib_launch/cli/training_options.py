@@ -13,7 +13,7 @@ from distrib_launch.cli.options import integer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that scripts with `distrib.init()` obey.
+    """Add the options for scripts that call `distrib.init()`.
 
     Args:
         parser: Parser of `distrib-launch`.

@@ -1,4 +1,4 @@
-"""Diagram of `distrib-topo show --plot`: one card for each kind of host, and the switches with their hosts. Lengths in inches."""
+"""Diagram of `distrib-topo show --plot`: a card for each kind of host, and the switches with their hosts. Lengths in inches."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from distrib_launch.topology_view.model import GroupView, LinkView, SwitchView, View
 
 MAX_CARDS, MAX_GPUS, MAX_RACKS, MAX_LINKS = 6, 16, 8, 8
-"""Limits of one page; a text counts what is not drawn."""
+"""Limits of one page; a text gives the number of items that are not drawn."""
 PAGE_WIDTH, LINE_HEIGHT, RACK_WIDTH, LEVEL_HEIGHT = 15.0, 0.24, 2.2, 1.05
 
 Line = tuple[str, str]
-"""Text and colour."""
+"""A line of text and its colour."""
 
 
 def plot(view: View, path: str) -> None:
@@ -86,7 +86,7 @@ def plot(view: View, path: str) -> None:
 
 
 class _Card:
-    """One kind of host: its GPUs, NICs, links and warnings."""
+    """Card of one kind of host: its GPUs, NICs, links and warnings."""
 
     def __init__(self, group: GroupView, colour: str) -> None:
         self.group, self.colour = group, colour
@@ -133,7 +133,7 @@ class _Card:
 
 
 class _Network:
-    """The switches with their hosts, and the links between hosts as text."""
+    """Drawing of the switches with their hosts, and the links between hosts as text."""
 
     def __init__(self, view: View) -> None:
         self.by_name = {switch.name: switch for switch in view.switches}

@@ -1,4 +1,4 @@
-"""What `distrib-topo show` shows: hosts that are alike together, the links inside and between them, the rules of thumb."""
+"""View model of `distrib-topo show`: groups of equal hosts, classes of links, switches, and results of the hardware checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Origin = Literal["measured", "catalogued"]
 
 
 class LinkView(msgspec.Struct, frozen=True, kw_only=True):
-    """A class of links. Bandwidths are one link's, one direction: the median, and the slowest of those measured."""
+    """Class of links: links of the same kind between ends of the same kind. Bandwidths are those of one link in one direction.
+
+    `bandwidth_bytes_per_second` is the median. `slowest` names the slowest measured link.
+    """
 
     name: str
     text: str
@@ -38,14 +41,14 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     slowest: str | None = None
     latency_seconds: float | None = None
     links: int = 1
-    """How many there are, or were measured."""
+    """Number of links, or of measured links."""
     oversubscription: float = 1.0
     shared_bytes_per_second: float | None = None
-    """What is left for a host when all send through their oversubscribed switches."""
+    """Share of one host while all hosts send through their oversubscribed switches."""
 
 
 class NicView(msgspec.Struct, frozen=True, kw_only=True):
-    """Equal NICs of a host."""
+    """Group of equal NICs of a host."""
 
     names: str
     count: int
@@ -59,7 +62,7 @@ class NicView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NumaView(msgspec.Struct, frozen=True, kw_only=True):
-    """A NUMA node."""
+    """NUMA node of a host."""
 
     index: int
     cpus: str | None
@@ -68,7 +71,7 @@ class NumaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts that are alike; the counts are one host's."""
+    """Group of equal hosts; numbers are those of one host."""
 
     hosts: str
     names: tuple[str, ...]
@@ -93,7 +96,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host_words(self) -> list[str]:
-        """What a host has beside GPUs and NICs."""
+        """Return a host's sockets, cores and memory in words."""
         facts = [
             f"{self.sockets} socket{'' if self.sockets == 1 else 's'}" if self.sockets else "",
             f"{self.cores} core{'s' if self.cores > 1 else ''}" if self.cores else "",
@@ -103,12 +106,12 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpu_words(self) -> str:
-        """How many GPUs a host has, and of what kind."""
+        """Return the number and kind of a host's GPUs."""
         return f"{self.gpus} x {self.gpu_kind or 'GPU'}"
 
 
 class SwitchView(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch: the hosts on it and the switches below."""
+    """Switch with the hosts on it and the switches below it."""
 
     name: str
     hosts: str
@@ -120,7 +123,7 @@ class SwitchView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """View of a cluster: everything that `distrib-topo show` prints or draws."""
 
     name: str | None
     hostfile: str | None
@@ -143,7 +146,15 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def view_of(hosts: HostList | None, topology: Topology | None) -> View:
-    """The view of a hostfile, a topology, or both. Raises TopologyError for hosts that the topology does not know."""
+    """Return the view of a hostfile, a topology, or both.
+
+    Args:
+        hosts: Hosts of the user; None: those of the topology.
+        topology: Description of the hosts; None: unknown.
+
+    Raises:
+        TopologyError: The topology does not describe some of the hosts.
+    """
     notes = list(hosts.notes) if hosts else []
     if hosts and topology:
         notes += check_hosts(topology, hosts)
@@ -236,7 +247,7 @@ def _nic(nic: Nic) -> NicView:
 
 
 def _nvlink_pairs(group: NodeGroup) -> dict[str, int]:
-    """Links by pair, where there is no switch."""
+    """Return the number of NVLinks by pair of GPUs; empty with an NVSwitch."""
     if not group.links or not group.links.nvlink or group.links.nvswitch or not group.gpus or group.gpus.count > 32:
         return {}
     count = group.gpus.count
@@ -249,13 +260,13 @@ def _nvlink_pairs(group: NodeGroup) -> dict[str, int]:
 
 
 def _inside(group: NodeGroup, topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
-    """The classes of links inside these hosts: by what they join, by how."""
+    """Return the classes of links inside these hosts, by the kinds of their ends and the kind of link."""
     count = min(group.gpus.count if group.gpus else 0, 32)
     ends = [(f"gpu{first}", f"gpu{second}") for first in range(count) for second in range(first + 1, count)]
     ends += [end for gpu in range(count) for end in (("memory", f"gpu{gpu}"), (f"gpu{gpu}", "memory"))]
     ends.append(("memory", "memory"))
     measured = {link.host.lower() for link in topology.measured.inside} if topology.measured else set()
-    # Unmeasured hosts are alike: one of them says it for all.
+    # Without measurements the hosts are equal: one of them stands for all.
     asked = [name for name in names if name.lower() in measured] or list(names[:1])
     found: dict[tuple[str, str], list[Link]] = {}
     for name in asked:
@@ -266,7 +277,7 @@ def _inside(group: NodeGroup, topology: Topology, names: Sequence[str]) -> tuple
                 if label == "memory to GPU" and source != "memory" and way.origin == "measured":
                     label = "GPU to memory"
                 elif label == "memory to GPU" and source != "memory":
-                    continue  # a data sheet says the same of both directions
+                    continue  # data sheets give one value for both directions
                 found.setdefault((label, way.text), []).append(way)
     return tuple(
         _link(label, [(way, f"{way.host} {way.source} to {way.target}") for way in ways])
@@ -275,7 +286,7 @@ def _inside(group: NodeGroup, topology: Topology, names: Sequence[str]) -> tuple
 
 
 def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
-    """The classes of ways between hosts: by what the hosts are and by the switches above them."""
+    """Return the classes of links between hosts, by the kinds of the hosts and the switches above them."""
     classes: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     numbers = {id(group): number for number, group in enumerate(topology.nodes)}
     for name in names:
@@ -309,17 +320,17 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
 
 
 def _uplink(topology: Topology, one: str, other: str) -> float:
-    """What the narrowest uplink between two hosts carries, of those whose rate is known."""
+    """Return the rate of the slowest uplink between two hosts, of those with a known rate."""
     passed = uplinks_between(topology, one, other)
     return min((uplink_rate(topology, switch) for switch in passed), default=math.inf)
 
 
 def _link(label: str, ways: Sequence[tuple[Link, str]], *, most: float = math.inf) -> LinkView:
-    """A class of links; those that were not measured carry at `most` so much."""
+    """Return a class of links; `most` limits the bandwidth of links that were not measured."""
     measured = [(way, name) for way, name in ways if way.origin == "measured"]
     chosen = measured or list(ways)
     slowest, name = min(chosen, key=lambda item: item[0].bandwidth_bytes_per_second)
-    # Inside a host probe measures bandwidth alone; the catalogue's latency would pass for measured.
+    # Inside hosts the probe measures only bandwidth; a latency of the catalogue would look measured.
     latencies = [
         way.latency_seconds
         for way, _ in chosen

@@ -1,4 +1,4 @@
-"""The tree of `distrib-topo show`, for a terminal or as plain text."""
+"""Tree of `distrib-topo show`, for a terminal or as plain text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def tree_text(view: View, *, colour: bool, width: int | None) -> str:
-    """The tree as text; `width` None leaves long lines whole."""
+    """Format a view as a tree.
+
+    Args:
+        view: The cluster.
+        colour: True to use the colours of terminals.
+        width: Width in columns; None: long lines are not wrapped.
+    """
     from rich.console import Console
 
     out = io.StringIO()
@@ -164,7 +170,7 @@ def _s(count: int) -> str:
 
 
 def _text(*pieces: tuple[str, str]) -> Text:
-    """Pieces with their styles; never markup, as a host's name may be `n[1]`."""
+    """Join pieces of text with their styles, without markup: a host's name may be `n[1]`."""
     from rich.text import Text
 
     return Text.assemble(*(piece for piece in pieces if piece[0]))
