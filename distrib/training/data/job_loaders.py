@@ -78,7 +78,7 @@ class JobLoaders(StepObserver):
         """
         number, generator = self.prepared, loader.generator  # ranks may seed it differently
         self.prepared += 1
-        own = subset_digest(loader.dataset) if self._elastic else ""  # others compare at the first step
+        own = subset_digest(loader.dataset) if self._elastic else ""  # other modes compare at the first step
         if generator:  # another order for each loader of one generator: a script may make a loader in each epoch
             number = self._generator_uses[generator] = self._generator_uses.get(generator, -1) + 1
         seed, of_main = self._collectives.from_main(

@@ -1,4 +1,4 @@
-"""Training with identical replicas: gradients are averaged in every step, buffers are rank 0's."""
+"""Training with identical replicas: gradients are averaged in every step, and buffers are broadcast from rank 0."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from distrib.training.world import World
 
 
 class SynchronizedBuffers:
-    """The buffers of a model that have the same shapes and types on every rank.
+    """Buffers of a model that have the same shapes and types on every rank.
 
-    They are those that the model had when it was prepared, except the ones that DistributedDataParallel ignores. A buffer that a
-    rank has replaced by one of another shape, such as a growing mask, is that rank's own: its former value is sent instead.
+    They are the buffers at the time of `prepare`, without those that DistributedDataParallel ignores. If a rank replaces a buffer by one
+    of another shape, such as a growing mask, the new buffer stays local and the former value is sent.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,10 +49,10 @@ class SynchronizedBuffers:
 
 
 class AllReduceStrategy(TrainingStrategy):
-    """A strategy in which every rank holds the whole model and gradients are averaged in every step.
+    """Base class of strategies in which every rank holds the whole model and gradients are averaged in every step.
 
-    SynchronizedBuffers become rank 0's after each step. DistributedDataParallel does so before each forward, but one rank may evaluate by
-    itself, and buffers must not change between forward and backward.
+    Buffers are broadcast from rank 0 after each step. DistributedDataParallel does so before each forward pass, but one rank may
+    evaluate alone, and buffers must not change between forward and backward.
     """
 
     averages_gradients = True
@@ -63,20 +63,47 @@ class AllReduceStrategy(TrainingStrategy):
         self._models: list[nn.Module] = []
         self._buffers: dict[nn.Module, SynchronizedBuffers] = {}
         self._averaged: set[torch.Tensor] = set()
-        """The parameters whose gradients are averaged: those that were trainable when they were prepared."""
+        """Parameters whose gradients are averaged: those that were trainable when they were prepared."""
 
     def prepare_model(
         self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
     ) -> nn.Module:
+        """Record a model and its buffers.
+
+        Args:
+            model: The script's module.
+            find_unused_parameters: True if a step may leave parameters without a gradient.
+            methods: Names of methods that run as forward passes.
+
+        Returns:
+            The model.
+        """
         self._models = [*exclude_model(self._models, model), model]
         self._buffers = {one: self._buffers.get(one) or SynchronizedBuffers(one) for one in self._models}
         return model
 
     def release_model(self, model: nn.Module) -> None:
+        """Stop broadcasting the buffers of a model.
+
+        Args:
+            model: A prepared model.
+        """
         self._models = exclude_model(self._models, model)
         self._buffers = {one: self._buffers[one] for one in self._models}
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        """Take one step, after a check that all gradients were averaged.
+
+        Args:
+            optimizer: A prepared optimizer.
+            update: The optimizer's own step.
+
+        Returns:
+            The result of `update`.
+
+        Raises:
+            TrainingError: A parameter was unfrozen after `prepare`, or belongs to no prepared model.
+        """
         for parameter in trainable_parameters(optimizer):
             if parameter.grad is not None and parameter not in self._averaged:
                 if name := find_parameter_name(self._models, parameter):
@@ -88,6 +115,11 @@ class AllReduceStrategy(TrainingStrategy):
         return update()
 
     def after_step(self, models: Sequence[nn.Module]) -> None:
+        """Broadcast rank 0's buffers. Collective.
+
+        Args:
+            models: The models that the optimizer trains.
+        """
         for model in models:
             broadcast_tensors(self._buffers[model].current())
 

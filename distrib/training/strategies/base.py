@@ -25,14 +25,14 @@ from distrib.training.world import World
 
 T = TypeVar("T")
 
-torch.serialization.add_safe_globals([nullcontext])  # files of whole models have it as their no_sync
+torch.serialization.add_safe_globals([nullcontext])  # pickled models contain it as their no_sync
 
 
 class TrainingStrategy:
-    """The interface between a job and its way of training; itself the strategy of a single rank.
+    """Interface of the training strategies, and the strategy of a single rank.
 
     `Job.prepare` calls `prepare_model` and `prepare_optimizer` in the same order on every rank. Methods marked "collective" may
-    communicate. The others must not wait for another rank, as a script may call them on one rank only.
+    communicate. Other methods must not wait for another rank, because a script may call them on one rank only.
     """
 
     averages_gradients = False
@@ -64,12 +64,12 @@ class TrainingStrategy:
 
     @property
     def replicas_differ(self) -> bool:
-        """True if ranks may have different parameters now, which a later exchange makes equal."""
+        """True if ranks may have different parameters now, which a later synchronization makes equal."""
         return False
 
     @functools.cached_property
     def step_count_group(self) -> dist.ProcessGroup:
-        """The Gloo group for step counts, apart from gradients. Collective at the first access."""
+        """The Gloo group for step counts, separate from gradients. Collective at the first access."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout())
         return group
 
@@ -125,14 +125,14 @@ class TrainingStrategy:
         move_optimizer_state(optimizer)
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
-        """Forget an optimizer that takes no more steps. Collective.
+        """Drop the state of an optimizer that takes no more steps. Collective.
 
         Args:
             optimizer: A prepared optimizer.
         """
 
     def release_model(self, model: nn.Module) -> None:
-        """Forget a model that no prepared optimizer trains any more. Collective.
+        """Drop the state of a model that no prepared optimizer trains any more. Collective.
 
         Args:
             model: A prepared model.
@@ -228,16 +228,16 @@ class TrainingStrategy:
 
 
 class ElasticStrategy(TrainingStrategy):
-    """A strategy whose ranks may leave and join: its servers carry the job's collectives."""
+    """Strategy whose ranks may leave and join. Its servers carry the job's collectives."""
 
     @property
     def is_main(self) -> bool:
-        """True if this rank prints and saves. Waits until the servers are certain."""
+        """True if this rank prints and saves. Waits until the servers confirm it."""
         raise NotImplementedError
 
     @property
     def seems_main(self) -> bool:
-        """True if this rank is the main rank as far as it knows, without waiting."""
+        """True if this rank is the main rank according to its latest information. Does not wait."""
         raise NotImplementedError
 
     def from_main(self, work: Callable[[], T]) -> T:
@@ -247,7 +247,7 @@ class ElasticStrategy(TrainingStrategy):
             work: A function whose result can be pickled.
 
         Returns:
-            The result of `work` on the main rank; what it raises is raised on every rank.
+            The result of `work` on the main rank. Its exception, if any, is raised on every rank.
         """
         raise NotImplementedError
 

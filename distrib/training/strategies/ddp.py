@@ -1,4 +1,4 @@
-"""Synchronous training with DistributedDataParallel, with communication hooks where they are faster."""
+"""Synchronous training with DistributedDataParallel, and with communication hooks if they are faster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MIB = 1 << 20
 
 
 class DdpStrategy(AllReduceStrategy):
-    """Synchronous training whose gradients torch's DistributedDataParallel averages."""
+    """Strategy of mode sync: DistributedDataParallel averages the gradients."""
 
     averages_in_backward = True
     unfreeze_hint = "unfreeze it before job.prepare, or prepare the model again: model = job.prepare(job.unwrap(model))"
@@ -53,13 +53,26 @@ class DdpStrategy(AllReduceStrategy):
     def __init__(self, settings: Strategy, world: World, device: torch.device) -> None:
         super().__init__(settings, world, device)
         self._trainable: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        """The parameters of each unwrapped model whose gradients DistributedDataParallel averages."""
+        """Parameters of each unwrapped model whose gradients DistributedDataParallel averages."""
         self._syncs: dict[Optimizer, tuple[list[nn.Module], bool]] = {}
-        """The models of each optimizer, and whether their gradients are averaged in the next backward pass."""
+        """The models of each optimizer, and True if the next backward pass averages their gradients."""
 
     def prepare_model(
         self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
     ) -> nn.Module:
+        """Wrap a model in DistributedDataParallel; see `wrap_model`. Collective.
+
+        Args:
+            model: The script's module.
+            find_unused_parameters: True if a step may leave parameters without a gradient.
+            methods: Names of methods that run as forward passes.
+
+        Returns:
+            The wrapper; the model itself if nothing in it is trainable.
+
+        Raises:
+            TrainingError: The device or the strategy cannot average the model's gradients.
+        """
         model = wrap_model(
             model,
             self.device,
@@ -76,6 +89,11 @@ class DdpStrategy(AllReduceStrategy):
         return all(hook.is_steady for hook in map(find_hook, self._models) if hook)
 
     def adopt_ddp_model(self, model: DistributedDataParallel) -> None:
+        """Register a model that the script wrapped in DistributedDataParallel itself. Collective.
+
+        Args:
+            model: The script's wrapper, which is used unchanged.
+        """
         self._record_trainable(model)
         super().prepare_model(model, find_unused_parameters=model.find_unused_parameters)
 
@@ -88,28 +106,63 @@ class DdpStrategy(AllReduceStrategy):
         self._averaged = {parameter for named in self._trainable.values() for parameter in named.values()}
 
     def release_model(self, model: nn.Module) -> None:
+        """Drop the state of a model that no prepared optimizer trains any more.
+
+        Args:
+            model: A prepared model.
+        """
         super().release_model(model)
         self._trainable.pop(unwrap_model(model), None)
         self._update_averaged()
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
+        """Drop the state of an optimizer that takes no more steps.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         self._syncs.pop(optimizer, None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Reset error feedback: a checkpoint may be restored because training diverged.
+
+        Args:
+            state: Not used.
+        """
         for hook in filter(None, map(find_hook, self._models)):
             hook.reset()  # error feedback of a diverged run
 
     def on_scaled_step(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
+        """Record the scale of the gradients, by which error feedback is scaled too.
+
+        Args:
+            models: The models whose gradients are multiplied by the present scale.
+            scaler: The script's GradScaler.
+        """
         for model in models:
             if hook := find_hook(model):
                 hook.scale.track(scaler)
 
     def pair_models(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """Disable DistributedDataParallel's broadcast of buffers: `after_step` broadcasts them.
+
+        Args:
+            optimizer: A prepared optimizer.
+            models: All models of which it has parameters.
+        """
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                model.broadcast_buffers = False  # `after_step` does so, when every rank is there
+                model.broadcast_buffers = False  # `after_step` does so, once every rank is there
 
     def check_gradients(self, models: Sequence[nn.Module]) -> None:
+        """Verify before a step that every gradient was averaged.
+
+        Args:
+            models: The models that the optimizer trains.
+
+        Raises:
+            TrainingError: Gradients were not averaged, or a parameter has no gradient that other ranks wait for.
+        """
         for model in models:
             if not isinstance(model, DistributedDataParallel):
                 continue
@@ -128,7 +181,7 @@ class DdpStrategy(AllReduceStrategy):
                 continue
             if all(p.grad is None for p in model.parameters()) or (missing := _missing_gradients(model)) is None:
                 continue
-            # The parameters that torch names. If it names none, those without a gradient: the script may have cleared some.
+            # Parameters that torch's message names. If it names none, those without a gradient, as the script may have cleared some.
             unused = {
                 name: p
                 for name, p in self._trainable[inner].items()
@@ -150,6 +203,13 @@ class DdpStrategy(AllReduceStrategy):
         return {*self._trainable[unwrap_model(model)].values()} - elsewhere
 
     def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+        """Switch the averaging of gradients for the next backward passes.
+
+        Args:
+            optimizer: A prepared optimizer.
+            models: The models that it trains.
+            on: False while gradients accumulate on this rank.
+        """
         self._syncs[optimizer] = list(models), on
         for model in models:
             if isinstance(model, DistributedDataParallel):
@@ -219,7 +279,7 @@ def wrap_model(
         return wrapped
     hosts = gather_objects(kernel_identity())
     if is_averaged_by_ddp(size, settings, one_rank_per_host=len(set(hosts)) == len(hosts)):
-        return _wrap(model, ddp_bucket_bytes(size), options)  # costs busy CPUs less than a hook
+        return _wrap(model, ddp_bucket_bytes(size), options)  # takes less CPU time than a hook
     hook = HierarchicalHook(trainable, settings)
     bucket_bytes = settings.bucket_bytes
     if bucket_bytes is None and not FORMATS[settings.gradients.format].whole_buckets:
@@ -265,12 +325,12 @@ def _note(text: str) -> None:
 
 
 def _was_called(model: nn.Module) -> bool:
-    """Test for a forward pass with gradients; of a script's own DDP, for any first forward pass."""
+    """Test for a forward pass with gradients. For a script's own DistributedDataParallel, any first forward pass counts."""
     return model.was_called if isinstance(model, DdpModule) else getattr(model, "_lazy_init_ran", True)
 
 
 def _missing_gradients(model: DistributedDataParallel) -> list[str] | None:
-    """List the parameters without a gradient in the last backward pass, as far as torch names them; None if none is missing."""
+    """List the parameters without a gradient in the last backward pass: names as far as torch gives them, None if none is missing."""
     if isinstance(model, DdpModule):
         return model.missing_gradients()
     try:

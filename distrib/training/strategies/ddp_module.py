@@ -1,4 +1,4 @@
-"""DistributedDataParallel with the attributes, methods and state_dict names of the model inside."""
+"""DistributedDataParallel that exposes the attributes, methods and state_dict names of the wrapped model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SET_LATER = (
 )
 """Attributes that DistributedDataParallel sets after its __init__."""
 _SAME_MEANING = "device", "no_sync"
-"""Attributes of DistributedDataParallel that mean the same in a model."""
+"""Attributes of DistributedDataParallel that have the same meaning in a model."""
 
 _NO_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank (\d+): ((?:\d+ ?)+)")
-"""torch's message: indices among the trainable parameters."""
+"""torch's message about missing gradients. The numbers are indices among the trainable parameters."""
 
 _FORWARDED = (
     *(
@@ -47,31 +47,31 @@ _FORWARDED = (
     ),
     *("__getitem__", "__contains__", "__len__"),
 )
-"""Methods of DistributedDataParallel, or looked up on its class, that are the model's."""
+"""Methods that call the wrapped model: those of DistributedDataParallel's base classes, and those that Python looks up on the class."""
 
-torch.serialization.add_safe_globals([typing.cast])  # files of whole models begin with it: see DdpModule.__reduce_ex__
+torch.serialization.add_safe_globals([typing.cast])  # pickled models begin with it: see DdpModule.__reduce_ex__
 
 
 class DdpModule(DistributedDataParallel):
-    """A prepared model, which the rest of a script uses like the model itself.
+    """Prepared model, which a script uses like the wrapped model.
 
-    - Attributes are those of the model, except the names that DistributedDataParallel has; see `hidden_attributes`.
+    - Attributes are those of the wrapped model, except names that DistributedDataParallel has; see `hidden_attributes`.
     - Gradients are averaged after `model(...)` and after the methods declared with `job.prepare(model, methods=[...])`.
-    - `state_dict` has the model's names. `load_state_dict` takes those of DistributedDataParallel too.
-    - `torch.save(model)` writes the model alone.
+    - `state_dict` has the wrapped model's names. `load_state_dict` accepts those of DistributedDataParallel too.
+    - `torch.save(model)` writes the wrapped model only.
     """
 
     _own: frozenset[str] | None = None
-    """The attributes of the wrapper, once torch has set it up. All others are the model's."""
+    """Attributes of the wrapper after its `__init__`; None before. All others are the wrapped model's."""
     _methods: frozenset[str] = frozenset()
     was_called = False
     """True after a forward pass with gradients."""
     _averages: ClassVar[bool] = False
     """True if the last forward pass averages the gradients of its backward pass."""
     _arrived: ClassVar[set[tuple[int, int]]] = set()
-    """Models and parameters with a gradient since the last forward pass of any model: models may share parameters."""
+    """Models and parameters with a gradient since the last forward pass of any model. Class-wide, as models may share parameters."""
     _repeated: ClassVar[set[int]] = set()
-    """Models whose gradients came a second time since then."""
+    """Models that got gradients a second time since the last forward pass of any model."""
 
     def __init__(self, module: nn.Module, *, methods: Sequence[str] = (), **options: Any) -> None:
         """Wrap a model. Collective.
@@ -142,11 +142,11 @@ class DdpModule(DistributedDataParallel):
         return torch.is_grad_enabled() and bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]  # one rank may evaluate alone
 
     def _by_index(self, indices: re.Match[str]) -> list[tuple[str, torch.Tensor]]:
-        """Find the parameters in torch's message."""
+        """Find the parameters that torch's message names."""
         return [self._trainable[index] for index in map(int, indices[2].split()) if index < len(self._trainable)]
 
     def has_local_gradients(self) -> bool:
-        """Return True if gradients came without a forward pass of this wrapper before: they are this rank's own."""
+        """Return True if gradients were computed without a forward pass of this wrapper, so that they are only this rank's."""
         return id(self) in DdpModule._repeated
 
     def missing_gradients(self) -> list[str] | None:
@@ -195,10 +195,20 @@ class DdpModule(DistributedDataParallel):
         return call
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Load a state into the wrapped model.
+
+        Args:
+            state_dict: A state with or without DistributedDataParallel's prefix.
+            *arguments: As for `torch.nn.Module.load_state_dict`.
+            **options: As for `torch.nn.Module.load_state_dict`.
+
+        Returns:
+            Missing and unexpected names, as torch returns them.
+        """
         return self.module.load_state_dict(self._without_prefix(state_dict, ""), *arguments, **options)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load the state as a part of another module: torch adds DistributedDataParallel's prefix."""
+        """Load the state as a submodule of another module, for which torch expects DistributedDataParallel's prefix."""
         plain = self._without_prefix({name: state_dict.pop(name) for name in [*state_dict]}, prefix)
         state_dict.update({prefix + _PREFIX + name.removeprefix(prefix): value for name, value in plain.items()})
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -237,7 +247,7 @@ class DdpModule(DistributedDataParallel):
         return True  # also if the model has length 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the wrapper, as the copy may be trained; without trainable parameters, copy the model alone."""
+        """Copy the wrapper, so that the copy can be trained. Without trainable parameters, copy only the wrapped model."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             plain: nn.Module = copy.deepcopy(self.module, memo)
             return plain
@@ -250,7 +260,7 @@ class DdpModule(DistributedDataParallel):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return typing.cast, (None, self.module)  # typing.cast returns its second argument: a file needs no distrib
+        return typing.cast, (None, self.module)  # typing.cast returns its second argument: loading needs no distrib
 
 
 def _forward_to_model(name: str) -> Callable[..., Any]:

@@ -1,13 +1,13 @@
-"""Training against parameter servers: the script keeps its model, optimizer and loader, and the parameters live on servers.
+"""Asynchronous training with parameter servers, which hold the parameters. The script keeps its model, optimizer and loader.
 
-`optimizer.step()` pushes gradients and returns at once. A layer's new values are awaited and installed when the forward pass comes
-to it. Between a step and the next forward pass the model holds the values of the step before.
+`optimizer.step()` pushes gradients and returns at once. The forward pass of a layer waits for its new values and installs them.
+Between a step and the next forward pass the model holds the values of the step before.
 
-Buffers, such as the running statistics of batch normalization, begin as rank 0's. Then each worker keeps its own, as in
-DistributedDataParallel with `broadcast_buffers=False`. The main rank's are saved.
+Buffers, such as the running statistics of batch normalization, are broadcast from rank 0 at the begin. Then each worker keeps its own,
+as in DistributedDataParallel with `broadcast_buffers=False`. Checkpoints contain the main rank's buffers.
 
-A replacement worker was restarted by the launcher in place of one that died. It begins the script from the top with the servers'
-parameters and pushes gradients. No worker waits for it in a collective, and it is never the main rank.
+A replacement worker is one that the launcher started in place of a failed worker. It runs the script from the top with the servers'
+parameters and pushes gradients. Collectives do not wait for it, and it is never the main rank.
 """
 
 from __future__ import annotations
@@ -45,11 +45,18 @@ T = TypeVar("T")
 
 
 class ParameterServerStrategy(ElasticStrategy):
-    """The strategy of mode async: a rank pushes gradients to servers and receives the parameters that result."""
+    """Strategy of mode async: a rank pushes gradients to servers and receives updated parameters."""
 
     exclusive_parameters = True
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+        """Connect to the servers.
+
+        Args:
+            strategy: The strategy chosen at launch.
+            world: The planned ranks of the job.
+            device: The device of this rank.
+        """
         super().__init__(strategy, world, device)
         addresses, key = read_server_addresses(os.environ)
         is_replacement = bool(os.environ.get(DISTRIB_RESTARTED))
@@ -80,19 +87,19 @@ class ParameterServerStrategy(ElasticStrategy):
 
     @property
     def ranks_per_step(self) -> int:
-        if self.settings.stale_rate:  # learning rates mean the same as in mode sync
+        if self.settings.stale_rate:  # learning rates have the same meaning as in mode sync
             return self.world.size
         grouped = self._may_group and not self._is_beside_all_servers and self.settings.staleness != 0
         return self.world.local_size if grouped else super().ranks_per_step
 
     @property
     def _may_group(self) -> bool:
-        """True if the ranks of a host may push together; with one host there is no address."""
+        """True if the ranks of a host may push together. A job on one host has no address, so its ranks push separately."""
         return self.settings.host_reduction and DISTRIB_ADDRESS in os.environ
 
     @property
     def _is_beside_all_servers(self) -> bool:
-        """True if pushes of this host's ranks cross no network."""
+        """True if all servers are on this host, so that pushes cross no network."""
         return all(server == os.environ[DISTRIB_ADDRESS] for server, _ in self.client.addresses)
 
     @property
@@ -108,8 +115,18 @@ class ParameterServerStrategy(ElasticStrategy):
     def prepare_model(
         self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
     ) -> nn.Module:
+        """Move a model to the device, give it the main rank's buffers and frozen parameters, and register it. Collective.
+
+        Args:
+            model: The script's module.
+            find_unused_parameters: True if a step may leave parameters without a gradient.
+            methods: Names of methods that run as forward passes.
+
+        Returns:
+            The model.
+        """
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
-        # Also buffers that are not saved, and values that a model's own state_dict leaves out.
+        # Includes non-persistent buffers, and values that a model's own state_dict omits.
         state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._broadcast_from_main({name: value for name, value in state.items() if not value.requires_grad})
         if any(parameter.requires_grad for parameter in model.parameters()):
@@ -117,7 +134,7 @@ class ParameterServerStrategy(ElasticStrategy):
         return model
 
     def _broadcast_from_main(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give these tensors main's values on every rank. Only tensors that differ are sent; they stay on the servers."""
+        """Set tensors to the main rank's values. Only tensors that differ are sent; they stay on the servers."""
         own = [content_digest(value)[:16] if value.layout is torch.strided else "" for value in tensors.values()]
         digests = [decode(data) for _, data in self._gather(f"{len(own)} values", encode(own))]
         all_present = len(digests) == self.world.size
@@ -128,7 +145,7 @@ class ParameterServerStrategy(ElasticStrategy):
         }
         content = self.from_main(lambda: to_bytes({n: v.detach() for n, v in tensors.items() if n not in equal}))
         with torch.no_grad():
-            # In host memory, as a GPU may not hold a second copy of all of them.
+            # In host memory: a GPU may lack room for a second copy.
             for name, value in torch.load(io.BytesIO(content), weights_only=True, map_location="cpu").items():
                 target = tensors.get(name)
                 if target is None or target.shape != value.shape:  # a buffer that has grown here
@@ -140,6 +157,11 @@ class ParameterServerStrategy(ElasticStrategy):
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Create the server table of an optimizer, and replace its step by a push. Collective.
+
+        Args:
+            optimizer: The script's optimizer.
+        """
         move_optimizer_state(optimizer)
         names: dict[torch.Tensor, str] = {
             parameter: name for model in self.models.models for name, parameter in model.named_parameters()
@@ -193,6 +215,11 @@ class ParameterServerStrategy(ElasticStrategy):
         ]
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
+        """End the table of an optimizer, after its last values were pulled. Collective.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         table = next(table for table in self.tables if table.optimizer is optimizer)
         table.wait()
         self._gather(f"the end of table {table.number}")  # from now on no worker pushes to it
@@ -207,10 +234,15 @@ class ParameterServerStrategy(ElasticStrategy):
             self._gradient_hooks.pop(parameter).remove()
 
     def release_model(self, model: nn.Module) -> None:
+        """Remove a model that no prepared optimizer trains any more.
+
+        Args:
+            model: A prepared model.
+        """
         self.models.remove_model(model)
 
     def _group_host(self) -> None:
-        """Let the workers of one host push together if their gradients cross the network."""
+        """Form a host group whose workers push together, if their gradients cross the network. Collective at the first call."""
         if self._has_grouped or not self._may_group:
             return
         self._has_grouped = True
@@ -232,11 +264,21 @@ class ParameterServerStrategy(ElasticStrategy):
             self.client.join_group(HostMember(self.client, push_id, sockets[leader], synchronous=synchronous))
 
     def on_step_skipped(self, optimizer: Optimizer) -> None:
+        """Report a skipped step to the servers.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         for table in self.tables:
             if table.optimizer is optimizer:
                 self._take_step(table, skip=True)
 
     def on_gradients_unscaled(self, optimizer: Optimizer) -> None:
+        """Disable pushes during backward, because a GradScaler changes gradients afterwards.
+
+        Args:
+            optimizer: A prepared optimizer.
+        """
         for table in self.tables:
             if table.optimizer is optimizer:
                 table.disable_eager_pushes()
@@ -254,12 +296,19 @@ class ParameterServerStrategy(ElasticStrategy):
         return {**state, "state": {number: found[p] for number, p in enumerate(order) if found.get(p)}}
 
     def _give_optimizer_state(self, table: WorkerTable) -> None:
-        table.check_optimizer_state(table.optimizer.state)  # on every rank, so that all fail together
+        table.check_optimizer_state(table.optimizer.state)  # on every rank, so that all ranks fail together
         if self.is_main:
             table.give_optimizer_state(table.optimizer.state)
         table.optimizer.state.clear()
 
     def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+        """Switch pushes during the next backward passes.
+
+        Args:
+            optimizer: A prepared optimizer.
+            models: The models that it trains.
+            on: False while gradients accumulate on this rank.
+        """
         for table in self.tables:
             if table.optimizer is optimizer:
                 table.pushes_in_backward = on
@@ -272,12 +321,29 @@ class ParameterServerStrategy(ElasticStrategy):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def from_main(self, work: Callable[[], T]) -> T:
+        """Call a function on the main rank and distribute its result. Collective.
+
+        Args:
+            work: A function whose result can be pickled.
+
+        Returns:
+            The result of `work` on the main rank. Its exception, if any, is raised on every rank.
+        """
         self.models.is_current = False
         return self._collectives.from_main(work)
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """Reduce a tensor over the present ranks. Collective.
+
+        Args:
+            tensor: A tensor of the same shape and type on every rank.
+            op: `mean`, `sum`, `max` or `min`.
+
+        Returns:
+            A new tensor on the same device.
+        """
         own = tensor.cpu().contiguous().resolve_conj().resolve_neg()
-        # Tensors of another type or shape belong to another place of the script, and have another tag.
+        # The tag contains type and shape, so that calls from different lines of the script do not match.
         gathered = self._gather(f"{op} {own.dtype} {list(own.shape)}", as_memoryview(own))
         tensors = [
             torch.frombuffer(data, dtype=own.dtype).view(own.shape) if own.numel() else own for _, data in gathered
@@ -298,9 +364,15 @@ class ParameterServerStrategy(ElasticStrategy):
     def view(self, epoch: int, training: bool) -> tuple[int, int]:
         """Choose the share of an epoch that this rank reads.
 
-        While training, shares rotate over the ranks, so other epochs include the shares of lost workers. The number of steps
-        stays the same. An evaluation begins when all present workers have come to it, and they share it. A replacement worker reads
-        all of it.
+        In training, shares rotate over the ranks, so that later epochs include the shares of lost workers. The number of steps stays the
+        same. An evaluation begins once all present workers have reached it, and they share it. A replacement worker reads all of it.
+
+        Args:
+            epoch: Number of the epoch.
+            training: True if every rank must take the same number of steps.
+
+        Returns:
+            The number of this rank's share, and the number of shares.
         """
         size = self.world.size
         if training:
@@ -308,8 +380,8 @@ class ParameterServerStrategy(ElasticStrategy):
         for table in self.tables:
             table.wait()
         present = [rank for rank, _ in self._gather(EVALUATION)]
-        self.models.refresh()  # methods and parts of a model fetch nothing
-        if self.world.rank not in present:  # it was disconnected, and is too late for this evaluation
+        self.models.refresh()  # calls of methods and submodules fetch no values
+        if self.world.rank not in present:  # it was disconnected and missed the begin of this evaluation
             return 0, 1
         return present.index(self.world.rank), len(present)
 
@@ -326,7 +398,11 @@ class ParameterServerStrategy(ElasticStrategy):
         self.models.check_untrained()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Wait until main has sent the restored values to the servers, and fetch them."""
+        """Wait until the main rank has sent the restored values to the servers, and fetch them. Collective.
+
+        Args:
+            state: Not used.
+        """
         self._gather("restored")
         self.models.refresh()
 
@@ -339,7 +415,7 @@ class ParameterServerStrategy(ElasticStrategy):
 
 
 def _call_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure of a step, whose gradients are needed before. Returns the arguments with its result in its place."""
+    """Call the closure of a step early, because its gradients are pushed. Returns arguments with a closure that returns the loss."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs
