@@ -165,13 +165,13 @@ class ShardSampler(Sampler[Any]):
             batch_size: Samples of one rank in a batch; None if `source` yields batches or single items.
             drop_last: True to drop a short last global batch.
             seed: Seed of the order, the same on every rank.
-            wrap: Returns True if the last step may continue with the first samples. Called at the begin of each epoch.
+            wrap: Returns True if the last step may continue with the first samples. Called at the start of each epoch.
             speeds: Maps a step of the epoch to the speed of each rank; an empty result divides evenly.
             on_read: Called each time that `source` was read.
         """
         self.source = source
         self.sizes: deque[tuple[int, int]] | None = None
-        """Samples of this rank and of all ranks in each drawn batch of the present epoch; None before its begin."""
+        """Samples of this rank and of all ranks in each drawn batch of the present epoch; None before its start."""
         self.rank, self.ranks = rank, ranks
         self.batch_size, self.drop_last = batch_size, drop_last
         self.seed = seed

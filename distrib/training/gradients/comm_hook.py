@@ -1,4 +1,4 @@
-"""DDP communication hooks: hierarchical all-reduce on CPU hosts, compression on GPUs, sparse gradients over Gloo."""
+"""DDP communication hooks: hierarchical all-reduce on CPU hosts, compression on GPUs, and sparse gradients over Gloo."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from distrib.training.gradients.compression import BucketInfo, Compressor, NoCom
 from distrib.training.gradients.hierarchical_allreduce import AllReduceThread, CommBucket, HierarchicalAllReduce
 
 REBUILD_STEPS = 3
-"""Steps after which DDP has rebuilt its buckets in the order of arrival. Error feedback begins then: before, it would reach other gradients."""
+"""Steps after which DDP has rebuilt its buckets in the order of arrival. Error feedback starts then: before, buckets change contents."""
 ALIGNMENT_BYTES = 16
+"""Alignment of gradients whose type differs from that of the bucket before."""
 
 BucketBounds = tuple[int, ...]
-"""The end of each bucket, in bytes of a step's gradients."""
+"""End of each bucket, in bytes from the start of a step's gradients."""
 
 
 class GradientScale:
-    """The scale of a GradScaler, which error feedback is multiplied by."""
+    """Scale of a GradScaler, by which error feedback must be multiplied."""
 
     def __init__(self) -> None:
         self._scaler: torch.amp.GradScaler | None = None
@@ -49,7 +50,7 @@ class GradientScale:
             self._scaler, self._scale = scaler, scale.clone()
 
     def take_factor(self) -> torch.Tensor | None:
-        """Return the present scale by that of the last call; None if it has not changed."""
+        """Return the ratio of the present scale to that of the last call; None if it has not changed."""
         scale = self._scaler._get_scale_async() if self._scaler else None
         if scale is None or (scale.device.type == "cpu" and bool(scale == self._scale)):
             return None
@@ -59,7 +60,7 @@ class GradientScale:
 
 
 class GradientHook:
-    """State of a DDP communication hook. A copy of the model loses it, and DDP averages the copy's gradients itself."""
+    """Base class of the DDP communication hooks. A copy of the model has no hook, so DDP averages its gradients itself."""
 
     def __init__(self) -> None:
         self.scale = GradientScale()
@@ -88,13 +89,13 @@ class GradientHook:
 
 
 class BucketAutotuner:
-    """A trial of bucket boundaries in real steps: a model of the network does not know how busy the CPUs are.
+    """Comparison of bucket boundaries in real steps, because a network model does not know the load of the CPUs.
 
-    Where the network is the bottleneck it gains 4 to 6 % (2 hosts of 4 ranks at 200 Mb/s, benchmarks/synchronous.py).
+    On slow networks it gains 4 to 6 % (2 hosts of 4 ranks at 200 Mb/s, benchmarks/synchronous.py).
     """
 
     TURNS, TURN_STEPS = 2, 3
-    """Each candidate is used twice for three steps. The first of three is not counted: it starts in the former candidate's wake."""
+    """Each candidate has `TURNS` turns of `TURN_STEPS` steps. The first step of a turn is not counted: the former candidate affects it."""
 
     def __init__(self, candidates: Sequence[BucketBounds]) -> None:
         """Begin with the first candidate.
@@ -134,7 +135,7 @@ class BucketAutotuner:
 
 
 class HierarchicalHook(GradientHook):
-    """Averages gradients on CPU hosts with a hierarchical all-reduce."""
+    """Hook for CPU hosts: averages gradients with a hierarchical all-reduce."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], settings: Strategy, hosts: Sequence[Hashable] | None = None
@@ -151,7 +152,7 @@ class HierarchicalHook(GradientHook):
         self._even_bytes = settings.bucket_bytes
         size = sum(parameter.nbytes for parameter in parameters)
         self._is_mixed = len({parameter.dtype for parameter in parameters}) > 1
-        if self._is_mixed:  # each change of type may need padding
+        if self._is_mixed:  # padding at each change of type
             size += ALIGNMENT_BYTES * len(parameters)
         flat = settings.all_reduce == "flat"
         self._all_reduce = HierarchicalAllReduce(-(-size // 4096) * 4096, self._compressor, flat=flat, hosts=hosts)
@@ -163,7 +164,7 @@ class HierarchicalHook(GradientHook):
         self._bounds: BucketBounds = ()
         self._autotuner: BucketAutotuner | None = None
         self._last_trial_step = 0
-        self._sizes: list[tuple[torch.dtype, int]] = []  # of DDP's buckets, in this step
+        self._sizes: list[tuple[torch.dtype, int]] = []  # type and elements of DDP's buckets in this step
         self._times: list[float] = []
         self._last_sizes: list[tuple[torch.dtype, int]] = []  # in the last complete step
         self._last_times: list[float] = []
@@ -171,7 +172,7 @@ class HierarchicalHook(GradientHook):
         self._begun = 0.0
         self._must_reset = False
         weakref.finalize(self, self._thread.stop)
-        # Not at exit, when groups may have collectives that never end.
+        # Not at exit: a group may have a collective that never ends.
         weakref.finalize(self, _release, self._thread, self._all_reduce.process_groups, os.getpid()).atexit = False
 
     @property
@@ -198,11 +199,11 @@ class HierarchicalHook(GradientHook):
 
     @property
     def bounds(self) -> BucketBounds:
-        """The ends of a step's buckets in bytes; empty while buckets are of even size."""
+        """End of each bucket in bytes; empty while buckets are of equal size."""
         return self._bounds
 
     def plan(self) -> None:
-        """Choose bucket boundaries between steps, once ready times are known. Collective."""
+        """Choose bucket boundaries between steps, once the ready times of gradients are known. Collective."""
         self._begin_compression()
         if self._autotuner:
             self._continue_trial(self._autotuner)
@@ -212,7 +213,7 @@ class HierarchicalHook(GradientHook):
         if self._even_bytes or self._compressor.needs_whole_buckets or self._is_mixed or self._all_reduce.hosts == 1:
             return
         candidates = self._candidates()
-        if self._compressor.has_error_feedback:  # other boundaries would move it to other gradients: no trial
+        if self._compressor.has_error_feedback:  # it is stored by bucket, so no trial of other boundaries
             candidates = candidates[:2][-1:]  # few buckets
         candidates = list(dict.fromkeys(candidates))
         self._autotuner = BucketAutotuner(candidates) if len(candidates) > 1 else None
@@ -229,7 +230,7 @@ class HierarchicalHook(GradientHook):
         return candidate_bounds(sizes, times.tolist(), self._all_reduce.measure())
 
     def _continue_trial(self, autotuner: BucketAutotuner) -> None:
-        if not self._bounds:  # the gradients have changed
+        if not self._bounds:  # the sequence of gradients has changed
             self._autotuner = None
         elif self._steps > self._last_trial_step:
             autotuner.on_step_end(time.perf_counter())
@@ -248,6 +249,14 @@ class HierarchicalHook(GradientHook):
             self._thread.reset()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Copy a bucket into shared memory and start the all-reduce of its parts.
+
+        Args:
+            bucket: DDP's bucket.
+
+        Returns:
+            A future of the averaged buffer, in shared memory.
+        """
         if bucket.index() == 0:
             self._begin_step()
         buffer = bucket.buffer()
@@ -265,7 +274,7 @@ class HierarchicalHook(GradientHook):
             self._filled = stop
             if stop != end or not self._bounds or stop in self._bounds:
                 self._send(stop, bucket)
-        # One more if a bucket begins in this one of DDP and ends in a later one.
+        # One more if a bucket of this class begins in this DDP bucket and ends in a later one.
         needed = self._thread.added + (self._sent < end)
         future = self._thread.result_after(needed, self._all_reduce.result(begin, end, dtype))
         if bucket.is_last():
@@ -273,7 +282,7 @@ class HierarchicalHook(GradientHook):
         return future
 
     def _stops(self, begin: int, end: int) -> Iterator[int]:
-        """Yield the bucket ends between two places of the gradients."""
+        """Yield the bucket ends between two byte offsets of the gradients."""
         if self._bounds:
             yield from (stop for stop in self._bounds if begin < stop <= end)
         elif not self._compressor.needs_whole_buckets:
@@ -320,7 +329,7 @@ def _release(thread: AllReduceThread, groups: Sequence[dist.ProcessGroup], proce
 
 
 class GpuCompressionHook(GradientHook):
-    """Averages compressed gradients on GPUs, in a CUDA stream of its own."""
+    """Hook for GPUs: averages compressed gradients in a separate CUDA stream."""
 
     def __init__(self, device: torch.device, compressor: Compressor) -> None:
         """Create the hook of one model.
@@ -331,7 +340,7 @@ class GpuCompressionHook(GradientHook):
         """
         super().__init__()
         self._compressor = compressor
-        # NCCL's default group only: communicators that run at once may deadlock, and each takes memory.
+        # NCCL's default group only: concurrent communicators may deadlock, and each takes GPU memory.
         world = dist.group.WORLD
         assert world is not None
         self._groups = [world] * compressor.stages
@@ -340,7 +349,7 @@ class GpuCompressionHook(GradientHook):
         self._scale_factor = 1 / dist.get_world_size()
         self._errors: dict[tuple[int, int, int], torch.Tensor] = {}
         self._used: set[tuple[int, int, int]] = set()
-        """Keys of `_errors` in this step."""
+        """Keys of `_errors` that this step used."""
         self._steps = 0
         self.sent_bytes = 0
 
@@ -348,6 +357,14 @@ class GpuCompressionHook(GradientHook):
         self._errors.clear()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sum a compressed bucket in the hook's CUDA stream.
+
+        Args:
+            bucket: DDP's bucket.
+
+        Returns:
+            A future of the averaged buffer.
+        """
         buffer = bucket.buffer()
         elements, width = buffer.numel(), buffer.element_size()
 
@@ -379,7 +396,7 @@ class GpuCompressionHook(GradientHook):
 
 
 class GpuWholeBucketHook(GradientHook):
-    """Averages gradients on GPUs with a compressor that needs whole buckets, such as PowerSGD."""
+    """Hook for GPUs with a compressor that needs whole buckets, such as PowerSGD."""
 
     def __init__(self, compressor: Compressor) -> None:
         """Create the hook of one model.
@@ -399,6 +416,14 @@ class GpuWholeBucketHook(GradientHook):
         self._compressor.reset()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a whole bucket with the compressor.
+
+        Args:
+            bucket: DDP's bucket.
+
+        Returns:
+            A future of the averaged buffer.
+        """
         if bucket.index() == 0 and (factor := self.scale.take_factor()) is not None:
             self._compressor.rescale(factor)
         self._steps += bucket.is_last()
@@ -406,13 +431,14 @@ class GpuWholeBucketHook(GradientHook):
 
 
 def average_sparse(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients of which some are sparse, on CPU hosts, as a DDP communication hook.
+    """Average dense and sparse gradients on CPU hosts, as a DDP communication hook.
 
-    Gloo's own sparse all-reduce corrupts the heap: three of six jobs of plain DDP died within 6,400 steps (torch 2.13), none of six
+    Gloo's own sparse all-reduce corrupts the heap: three of six jobs of plain DDP crashed within 6,400 steps (torch 2.13), none of six
     with this hook.
 
     Args:
-        bucket: DDP's bucket. A sparse gradient is a bucket of its own.
+        _: The state of the hook, not used.
+        bucket: DDP's bucket. A sparse gradient has a bucket of its own.
 
     Returns:
         A future of the mean over all ranks.
@@ -445,7 +471,7 @@ def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def attach_hook(model: DistributedDataParallel, hook: GradientHook) -> None:
-    """Let a hook average the gradients of a model.
+    """Register a hook that averages the gradients of a model.
 
     Args:
         model: A model in DistributedDataParallel.

@@ -1,4 +1,4 @@
-"""The interface of gradient compression, gradients as they are, and gradients in 16 bits.
+"""Interface of gradient compression, and its two simplest forms: no compression, and 16-bit gradients.
 
 To add a compression, write a module with a `Compressor` and register it in `distrib.strategy.FORMATS`.
 """
@@ -20,9 +20,9 @@ from distrib.strategy import FORMATS, Gradients
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 
 PendingCollectives = Iterator[torch.futures.Future[Any]]
-"""Yields each collective that must end before it continues."""
+"""Iterator over collectives. Each must end before the next one is requested."""
 ErrorFeedback = Callable[[int, int], torch.Tensor]
-"""Maps a stage and this rank's number of elements to what was left out of them so far. The compressor overwrites it."""
+"""Maps a stage and a number of elements to the compression error of earlier steps. The compressor overwrites the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,23 @@ class BucketInfo:
 
 
 class Compressor:
-    """A way to sum gradients over ranks with fewer bytes. Collectives of stage s run in `groups[s]`, so that buckets keep their order."""
+    """Compressed sum of gradients over ranks.
+
+    Collectives of stage s run in `groups[s]`, so that the collectives of several buckets keep their order in each group.
+    """
 
     stages = 1
-    """Number of collectives of a sum, one after the other."""
+    """Number of consecutive collectives of a sum."""
     max_in_flight = 8
-    """Number of buckets on the network at once."""
+    """Number of buckets on the network at the same time."""
     needs_whole_buckets = False
     """True if a bucket must be one of DDP's, described by a `BucketInfo`."""
     has_error_feedback = False
-    """True if what is left out of a bucket is added to the same bucket of the next step."""
+    """True if the compression error of a bucket is added to the same bucket of the next step."""
     warmup_steps = 0
-    """Number of first steps without compression."""
+    """Number of uncompressed steps at the start."""
     value_dtype: torch.dtype | None = None
-    """The type in which values travel; None if each travels in its own."""
+    """Type in which values travel; None if each travels in its own type."""
     torch_hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]] | None = None
     """torch's own DDP communication hook of this format, for GPUs."""
 
@@ -69,11 +72,11 @@ class Compressor:
         Args:
             bucket: This rank's gradients, one dimension.
             groups: One process group for each stage.
-            errors: What earlier steps left out.
+            errors: Compression errors of earlier steps.
             info: The DDP bucket, if `needs_whole_buckets`.
 
-        Returns:
-            The collectives, in order.
+        Yields:
+            The future of each collective, in order.
         """
         raise NotImplementedError
 
@@ -110,13 +113,13 @@ class Compressor:
         """
 
     def reset(self) -> None:
-        """Drop what was recorded for bucket boundaries that are not valid any more."""
+        """Drop state that is stored by bucket, after bucket boundaries have changed."""
 
 
 class NoCompression(Compressor):
-    """The sum of the gradients as they are.
+    """Exact sum of the gradients.
 
-    Two buckets at once, as many as Gloo has threads: a third would wait there, out of step with other groups of ranks.
+    Two buckets at once, because Gloo has two threads. A third bucket would wait there, in another order than in other groups.
     """
 
     max_in_flight = 2
@@ -124,16 +127,38 @@ class NoCompression(Compressor):
     def all_reduce(
         self, bucket: torch.Tensor, groups: list[dist.ProcessGroup], errors: ErrorFeedback, info: BucketInfo | None
     ) -> PendingCollectives:
+        """Sum a bucket with one all-reduce, in place.
+
+        Args:
+            bucket: This rank's gradients, one dimension.
+            groups: One process group.
+            errors: Not used.
+            info: Not used.
+
+        Yields:
+            The future of the all-reduce.
+        """
         yield dist.all_reduce(bucket, group=groups[0], async_op=True).get_future()
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
+        """Count the bytes that a rank sends in a ring all-reduce.
+
+        Args:
+            elements: Elements of the bucket.
+            element_bytes: Bytes of each.
+            hosts: Number of ranks in the group.
+            info: Not used.
+
+        Returns:
+            Bytes, without headers.
+        """
         return 2 * (hosts - 1) * elements * element_bytes // hosts
 
 
 class Half(Compressor):
-    """The sum in float16 or bfloat16: all-to-all of shares, sum in float32, all-gather. Each value is rounded once per collective.
+    """Sum in float16 or bfloat16: all-to-all of shares, sum in float32, all-gather. Each value is rounded once per collective.
 
-    Buffers are reused from step to step: new pages cost more than the conversion.
+    Buffers are reused in later steps: the allocation of new pages takes longer than the conversion.
     """
 
     stages = 2
@@ -150,6 +175,17 @@ class Half(Compressor):
     def all_reduce(
         self, bucket: torch.Tensor, groups: list[dist.ProcessGroup], errors: ErrorFeedback, info: BucketInfo | None
     ) -> PendingCollectives:
+        """Sum a bucket in 16 bits, in place.
+
+        Args:
+            bucket: This rank's gradients, one dimension, in host memory.
+            groups: Two process groups.
+            errors: Not used.
+            info: Not used.
+
+        Yields:
+            The futures of the all-to-all and of the all-gather.
+        """
         ranks = groups[0].size()
         share = math.ceil(bucket.numel() / ranks)
         buffers = [self._buffer(ranks * share, self.dtype), self._buffer(ranks * share, self.dtype)]
@@ -173,6 +209,17 @@ class Half(Compressor):
         return free.pop() if free else torch.zeros(elements, dtype=dtype, device="cpu")
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
+        """Count the bytes that a rank sends for a bucket.
+
+        Args:
+            elements: Elements of the bucket.
+            element_bytes: Not used: two bytes of each are sent.
+            hosts: Number of ranks in the groups.
+            info: Not used.
+
+        Returns:
+            Bytes, without headers.
+        """
         return 2 * (hosts - 1) * 2 * math.ceil(elements / hosts)
 
     def reset(self) -> None:
@@ -180,14 +227,14 @@ class Half(Compressor):
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)  # Gloo knows no bfloat16
+    return tensor.view(torch.uint8)  # Gloo does not support bfloat16
 
 
 def clear_non_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace NaN and Inf by 0 in place: error feedback would carry them into all later steps.
+    """Replace NaN and Inf by 0 in place, so that error feedback does not carry them into later steps.
 
     Args:
-        tensor: Values left out of a step.
+        tensor: Compression errors of a step.
 
     Returns:
         The same tensor.

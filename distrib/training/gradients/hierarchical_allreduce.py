@@ -30,16 +30,16 @@ THREAD_STOP_TIMEOUT_SECONDS = 5.0
 CONNECT_TIMEOUT_SECONDS = 60.0
 
 TRIAL_BYTES = 4 << 20
-"""Size of the measurement of the network. Sent in a few buckets and in many: the difference is the cost of a bucket."""
+"""Size of the measurement of the network. It is sent in few and in many buckets; the difference gives the overhead of a bucket."""
 FEW_BUCKETS, MANY_BUCKETS = 2, 16
 COPIES_PER_BYTE = 2
-"""Copies on either side of the network: DDP's into its bucket and ours out of it, a sum and DDP's into the gradient."""
+"""Memory copies before and after the network: into DDP's bucket and out of the result, and the sum and the copy into the gradient."""
 MIN_OVERHEAD_SECONDS = 20e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommBucket:
-    """Bytes `start` to `end` of the step's gradients that are all-reduced at once; `number` counts within the step."""
+    """Bytes `start` to `end` of the step's gradients, which are all-reduced together; `number` counts within the step."""
 
     number: int
     start: int
@@ -51,7 +51,7 @@ class CommBucket:
         """View the bucket in the memory of a step's gradients.
 
         Args:
-            memory: uint8, all gradients.
+            memory: uint8, all gradients of the step.
 
         Returns:
             The elements of the bucket.
@@ -61,7 +61,7 @@ class CommBucket:
 
 @dataclass(frozen=True, kw_only=True)
 class InterHostGroup:
-    """One rank of each host: together they sum a share of each bucket between hosts. The group is `number` of `count`."""
+    """Inter-host group `number` of `count`: one rank of each host. The ranks sum a share of each bucket between hosts."""
 
     number: int
     count: int
@@ -100,7 +100,7 @@ class _PendingResult:
 
 
 class AllReduceThread:
-    """The thread that sums the buckets given to `add`, in their order, which must be the same on all ranks."""
+    """Thread that sums the buckets given to `add`, in their order. The order must be the same on all ranks."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class AllReduceThread:
         self._memory, self._inputs, self._result = memory, inputs, result
         self._group, self._groups = group, groups
         self.compressor = compressor
-        """Every rank may replace it between steps by one with at most as many stages."""
+        """Format between hosts. Every rank may replace it between steps by one with at most as many stages."""
         self._waiting: deque[CommBucket] = deque()
         self._in_flight: deque[_InFlightBucket] = deque()
         self._pending: deque[_PendingResult] = deque()
@@ -168,12 +168,12 @@ class AllReduceThread:
         return future
 
     def reset(self) -> None:
-        """Drop error feedback, between steps, as bucket boundaries change."""
+        """Drop error feedback between steps, after bucket boundaries have changed."""
         self._errors.clear()
         self.compressor.reset()
 
     def rescale(self, factor: torch.Tensor) -> None:
-        """Scale error feedback, between steps, as a GradScaler changed its scale.
+        """Scale error feedback between steps, after a GradScaler has changed its scale.
 
         Args:
             factor: New scale by old scale.
@@ -183,9 +183,9 @@ class AllReduceThread:
         self.compressor.rescale(factor)
 
     def stop(self) -> None:
-        """Stop the thread; pending results never come.
+        """Stop the thread. Pending results are never delivered.
 
-        Python kills a running thread at exit, and inside torch's destructors that aborts the process.
+        A thread that still runs at exit is killed inside torch's destructors, which aborts the process.
         """
         self._stopped = True
         self._memory.wake()
@@ -193,8 +193,7 @@ class AllReduceThread:
             self._thread.join(THREAD_STOP_TIMEOUT_SECONDS)
         self._memory.close()
 
-    # In the thread
-
+    # Methods of the thread
     def _run(self) -> None:
         try:
             with torch.no_grad():
@@ -256,7 +255,7 @@ class AllReduceThread:
             bucket.waiting.add_done_callback(lambda _: self._memory.wake())
 
     def _advance(self) -> None:
-        """Continue buckets whose collective has ended. None overtakes an earlier one: ranks must agree on the order."""
+        """Continue buckets whose collective has ended. No bucket overtakes an earlier one, because ranks must agree on the order."""
         max_stage = self.compressor.stages + 1
         for bucket in self._in_flight:
             while bucket.waiting is not None and bucket.waiting.done() and bucket.stage < max_stage:
@@ -314,7 +313,7 @@ def group_between_hosts(hosts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class HierarchicalAllReduce:
-    """The shared memory, inter-host groups and thread that all-reduce the gradients of one model."""
+    """Hierarchical all-reduce of one model's gradients: its shared memory, inter-host groups and thread."""
 
     def __init__(
         self, size_bytes: int, compressor: Compressor, *, flat: bool, hosts: Sequence[Hashable] | None = None
@@ -349,7 +348,7 @@ class HierarchicalAllReduce:
         self.own_input = inputs[index]
         own_group = None
         self.process_groups: list[dist.ProcessGroup] = []
-        """The process groups of this rank's inter-host group, to be destroyed at the end."""
+        """Process groups of this rank's inter-host group, to be destroyed at the end."""
         for number, ranks in enumerate(groups):
             stages = range(compressor.stages if self.hosts > 1 else 0)
             made = [dist.new_group(ranks, backend="gloo", timeout=collective_timeout()) for _ in stages]
@@ -372,7 +371,7 @@ class HierarchicalAllReduce:
         return self._memory.tensor(self._result_start + start, self._result_start + end, dtype)
 
     def measure(self) -> AllReduceCost:
-        """Measure the cost of a bucket between steps, overwriting the gradients' memory. Collective.
+        """Measure the overhead of a bucket between steps. Overwrites the memory of the gradients. Collective.
 
         Returns:
             The cost, the same on every rank.
@@ -396,7 +395,7 @@ class HierarchicalAllReduce:
         )
 
     def _trial(self, buckets: int) -> float:
-        """Measure the seconds of an all-reduce of `TRIAL_BYTES` in so many buckets."""
+        """Measure the seconds of an all-reduce of `TRIAL_BYTES` in the given number of buckets."""
         size = min(TRIAL_BYTES, self._size_bytes)
         begun = time.perf_counter()
         for number, (start, end) in enumerate(itertools.pairwise((0, *even_bounds(size, -(-size // buckets))))):

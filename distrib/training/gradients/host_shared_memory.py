@@ -1,6 +1,6 @@
-"""Memory shared by the ranks of one host, with counters and wake-ups that need no busy polling.
+"""Shared memory of the ranks of one host, with counters, and with wake-ups instead of busy polling.
 
-The memory has no name (memfd) and the sockets are abstract: both vanish with the last process, however it ended.
+The memory has no name (memfd), and the sockets have abstract addresses. Both vanish with the last process, even after a crash.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from distrib.errors import TrainingError
 
 COUNTER_STRIDE_BYTES = 64
-"""One cache line for each counter, so that ranks do not invalidate each other's."""
+"""Distance of counters: one cache line, so that ranks do not invalidate each other's counters."""
 
 
 class PeerListener:
-    """The socket at which the other ranks of the host connect to this one."""
+    """Socket at which other ranks of the host connect to this rank."""
 
     def __init__(self) -> None:
         """Listen at a free abstract address."""
@@ -70,7 +70,7 @@ def _check_user(peer: socket.socket) -> None:
 
 
 class HostSharedMemory:
-    """The memory and the counters of the ranks of one host."""
+    """Memory and counters that the ranks of one host share."""
 
     def __init__(self, peers: list[socket.socket | None], index: int, counters: int, shared_bytes: int) -> None:
         """Create the memory, or map that of the first rank. Collective.
@@ -99,7 +99,7 @@ class HostSharedMemory:
             self._poll.register(peer, select.POLLIN)
             self._by_descriptor[peer.fileno()] = other
         self.exited: set[int] = set()
-        """Ranks of the host whose connection has ended."""
+        """Ranks of the host whose connection was closed."""
 
     def tensor(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """View a part of the memory as a tensor.
@@ -110,13 +110,13 @@ class HostSharedMemory:
             dtype: Element type.
 
         Returns:
-            A tensor with a storage of its own, as DDP ignores offsets in storages.
+            A tensor with a storage of its own, because DDP ignores offsets in storages.
         """
         count = (end - start) // dtype.itemsize
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._head_bytes + start)
 
     def _map(self, size: int) -> mmap.mmap:
-        """Map memory of zeros that the first rank creates."""
+        """Map zero-filled memory that the first rank of the host creates."""
         if self.index == 0:
             descriptor = os.memfd_create("distrib-gradients", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
@@ -150,7 +150,7 @@ class HostSharedMemory:
                 self.exited.add(other)
 
     def min_counter(self, counter: int, among: int | None = None) -> int:
-        """Return the least value of a counter.
+        """Return the smallest value of a counter.
 
         Args:
             counter: Number of the counter.
@@ -166,7 +166,7 @@ class HostSharedMemory:
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Disconnect from the other ranks, which see this one in `exited`."""
+        """Disconnect from the other ranks, in whose `exited` this rank then appears."""
         for peer in self._peers.values():
             try:
                 peer.shutdown(socket.SHUT_RDWR)
@@ -192,6 +192,6 @@ class HostSharedMemory:
 
 
 def kernel_identity() -> str:
-    """Return a text that is equal for two processes exactly if they share a kernel and reach each other's abstract sockets."""
+    """Return an identity of this kernel and network namespace. Processes with equal identities can share memory and abstract sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"

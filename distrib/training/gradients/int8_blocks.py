@@ -1,4 +1,4 @@
-"""Gradients in 8 bits, with a scale for each block of elements."""
+"""8-bit gradient compression with one scale per block of elements."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from distrib.training.gradients.compression import (
 )
 
 BLOCK_ELEMENTS = 256
-"""Elements that share a scale: 1.6 % more bytes, and one large value spoils few others."""
+"""Elements that share a scale. Scales add 1.6 % more bytes, and a large value affects the precision of its own block only."""
 
 
 class Int8Blocks(Compressor):
-    """The sum in 8 bits: in each block the largest magnitude is 127 (Dettmers et al. 2022, arXiv:2110.02861, block-wise quantization).
+    """Sum in 8 bits: the largest magnitude of each block becomes 127 (block-wise quantization, Dettmers et al. 2022, arXiv:2110.02861).
 
     Each rank sums a share, as in `Half`. Both collectives have error feedback (Tang et al. 2021, arXiv:2102.02888).
     """
@@ -31,6 +31,17 @@ class Int8Blocks(Compressor):
     def all_reduce(
         self, bucket: torch.Tensor, groups: list[dist.ProcessGroup], errors: ErrorFeedback, info: BucketInfo | None
     ) -> PendingCollectives:
+        """Sum a bucket in 8 bits, in place.
+
+        Args:
+            bucket: This rank's gradients, one dimension.
+            groups: Two process groups.
+            errors: Compression errors of earlier steps.
+            info: Not used.
+
+        Yields:
+            The futures of the all-to-all and of the all-gather.
+        """
         ranks, rank = groups[0].size(), groups[0].rank()
         share = self.padded(math.ceil(bucket.numel() / ranks))
         rows = torch.zeros(ranks, share, dtype=torch.float32, device=bucket.device)
@@ -53,6 +64,17 @@ class Int8Blocks(Compressor):
         bucket.copy_(self.decode(gathered, share).view(-1)[: bucket.numel()])
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
+        """Count the bytes that a rank sends for a bucket: values and scales.
+
+        Args:
+            elements: Elements of the bucket.
+            element_bytes: Not used.
+            hosts: Number of ranks in the groups.
+            info: Not used.
+
+        Returns:
+            Bytes, without headers.
+        """
         share = self.padded(math.ceil(elements / hosts))
         return 2 * (hosts - 1) * (share + 4 * (share // BLOCK_ELEMENTS))
 

@@ -1,4 +1,4 @@
-"""Low-rank gradients: torch's PowerSGD on CPU hosts and GPUs (Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727)."""
+"""Low-rank gradient compression: torch's PowerSGD on CPU hosts and GPUs (Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from distrib.training.gradients.compression import (
 )
 
 POWER_SGD_WARMUP_STEPS = 10
-"""Exact steps before PowerSGD begins: the first gradients are large, and DDP rebuilds its buckets meanwhile."""
+"""Uncompressed steps before PowerSGD begins: the first gradients are large, and DDP rebuilds its buckets."""
 
 RESTART_SCALE = 1e-10
-"""Magnitude of the random numbers that keep PowerSGD's matrices from becoming zero; invisible beside other values."""
+"""Magnitude of random numbers that keep PowerSGD's matrices from becoming zero; negligible beside other values."""
 
 
 class PowerSgd(Compressor):
     """torch's PowerSGD with error feedback and warm start, whose state stays finite.
 
-    torch adds error feedback to all later gradients and starts from the last matrices. Both stay NaN or zero once they are.
-    One bucket at a time: torch's callbacks wait for collectives inside Gloo's threads, so two would deadlock.
+    torch adds error feedback to all later gradients and starts from the last matrices. A NaN or zero in them would persist.
+    Only one bucket at a time: torch's callbacks wait for collectives inside Gloo's threads, so two buckets would deadlock.
     """
 
     max_in_flight, needs_whole_buckets, warmup_steps = 1, True, POWER_SGD_WARMUP_STEPS
@@ -85,18 +85,42 @@ class PowerSgd(Compressor):
         return future.then(repair)
 
     def average_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Average a whole DDP bucket over all ranks, on a GPU.
+
+        Args:
+            bucket: torch's `GradBucket`.
+
+        Returns:
+            A future of the bucket's buffer.
+        """
         return self.average(bucket, self.state_in(dist.group.WORLD))
 
     def all_reduce(
         self, bucket: torch.Tensor, groups: list[dist.ProcessGroup], errors: ErrorFeedback, info: BucketInfo | None
     ) -> PendingCollectives:
+        """Sum a bucket over the ranks, in place.
+
+        Args:
+            bucket: This rank's gradients, one dimension.
+            groups: One process group.
+            errors: Not used: torch stores the compression errors.
+            info: The DDP bucket.
+
+        Yields:
+            The future of the sum.
+        """
         assert info is not None
         state = self.state_in(groups[0])
-        state.iter = info.step  # torch counts last buckets, and inter-host groups take turns with them
-        bucket.mul_(groups[0].size())  # torch averages, and the caller wants a sum
+        state.iter = info.step  # torch counts last buckets, but inter-host groups take buckets in turn
+        bucket.mul_(groups[0].size())  # torch averages, but the caller expects a sum
         yield self.average(_BucketView(bucket, info), state)
 
     def rescale(self, factor: torch.Tensor) -> None:
+        """Scale torch's error feedback.
+
+        Args:
+            factor: New scale by old scale, a tensor without dimensions.
+        """
         if self._state is not None:
             for errors in self._state.error_dict.values():
                 errors *= factor
@@ -106,6 +130,17 @@ class PowerSgd(Compressor):
             self._state.error_dict.clear()
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
+        """Count the bytes that a rank sends for a bucket after the warm-up.
+
+        Args:
+            elements: Not used.
+            element_bytes: Bytes of an element.
+            hosts: Number of ranks in the group.
+            info: The DDP bucket. Matrices that would not shrink by half are sent uncompressed.
+
+        Returns:
+            Bytes, without headers.
+        """
         assert info is not None
         sent = 0
         for shape in info.shapes:
@@ -125,7 +160,7 @@ class PowerSgd(Compressor):
 
 
 class _RowsBucket:
-    """A bucket whose scalars are vectors of one and that has no empty gradients: torch's hook counts the rows of each."""
+    """Bucket for torch's hook, which needs rows: scalars become vectors of length 1, and empty gradients are left out."""
 
     def __init__(self, bucket: Any) -> None:
         self._bucket = bucket
@@ -139,7 +174,7 @@ class _RowsBucket:
 
 
 class _BucketView:
-    """The methods of DDP's bucket that torch's hook calls, over a tensor."""
+    """DDP bucket interface over a tensor, with the methods that torch's hook calls."""
 
     def __init__(self, buffer: torch.Tensor, info: BucketInfo) -> None:
         self._buffer, self._info = buffer, info

@@ -1,4 +1,4 @@
-"""The gradients of largest magnitude, with their indices."""
+"""Top-k gradient compression: only the elements of largest magnitude are sent, with their indices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,24 @@ from distrib.training.gradients.compression import (
 
 
 class TopK(Compressor):
-    """The fraction of largest magnitude; error feedback carries the rest (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599)."""
+    """Sum of the elements of largest magnitude. Error feedback keeps the rest (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599)."""
 
     has_error_feedback = True
 
     def all_reduce(
         self, bucket: torch.Tensor, groups: list[dist.ProcessGroup], errors: ErrorFeedback, info: BucketInfo | None
     ) -> PendingCollectives:
+        """Sum the largest elements of all ranks, in place.
+
+        Args:
+            bucket: This rank's gradients, one dimension.
+            groups: One process group.
+            errors: Elements that were not sent in earlier steps.
+            info: Not used.
+
+        Yields:
+            The future of the all-gather.
+        """
         ranks, count = groups[0].size(), self._count(bucket.numel())
         wanted = errors(0, bucket.numel())
         wanted += bucket
@@ -41,8 +52,19 @@ class TopK(Compressor):
             bucket.index_add_(0, indices.view(torch.int32), values.view(torch.float32).to(bucket.dtype))
 
     def _count(self, elements: int) -> int:
-        """Compute how many elements of a bucket are sent."""
+        """Compute the number of elements of a bucket that are sent."""
         return max(1, math.ceil((self.gradients.fraction or 1.0) * elements)) if elements else 0
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
+        """Count the bytes that a rank sends for a bucket: a float32 value and an int32 index for each sent element.
+
+        Args:
+            elements: Elements of the bucket.
+            element_bytes: Not used.
+            hosts: Number of ranks in the group.
+            info: Not used.
+
+        Returns:
+            Bytes, without headers.
+        """
         return 8 * (hosts - 1) * self._count(elements)

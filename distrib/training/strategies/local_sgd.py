@@ -269,7 +269,7 @@ class Round:
         return any(fragment.begun for fragment in self._fragments)
 
     def begin(self) -> list[torch.Tensor]:
-        """Record the parameters at the begin of a round, before a step. Collective.
+        """Record the parameters at the start of a round, before a step. Collective.
 
         If the script froze or unfroze parameters, the present round ends first.
 
@@ -424,7 +424,7 @@ class Fragment:
         return self._common is not None
 
     def begin(self) -> None:
-        """Copy the common parameters at the begin of a round."""
+        """Copy the common parameters at the start of a round."""
         if self._common is None:
             self._common = flatten_tensors(self.parameters)
 

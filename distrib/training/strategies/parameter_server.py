@@ -3,7 +3,7 @@
 `optimizer.step()` pushes gradients and returns at once. The forward pass of a layer waits for its new values and installs them.
 Between a step and the next forward pass the model holds the values of the step before.
 
-Buffers, such as the running statistics of batch normalization, are broadcast from rank 0 at the begin. Then each worker keeps its own,
+Buffers, such as the running statistics of batch normalization, are broadcast from rank 0 at the start. Then each worker keeps its own,
 as in DistributedDataParallel with `broadcast_buffers=False`. Checkpoints contain the main rank's buffers.
 
 A replacement worker is one that the launcher started in place of a failed worker. It runs the script from the top with the servers'
@@ -381,7 +381,7 @@ class ParameterServerStrategy(ElasticStrategy):
             table.wait()
         present = [rank for rank, _ in self._gather(EVALUATION)]
         self.models.refresh()  # calls of methods and submodules fetch no values
-        if self.world.rank not in present:  # it was disconnected and missed the begin of this evaluation
+        if self.world.rank not in present:  # it was disconnected and missed the start of this evaluation
             return 0, 1
         return present.index(self.world.rank), len(present)
 

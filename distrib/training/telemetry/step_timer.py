@@ -61,7 +61,7 @@ class Meter:
         self._waited = waited
         self._steady = steady
         self._waits: list[float] = []  # seconds counted by the strategy, at the end of each step of a window
-        self._since: tuple[int, float] | None = None  # steps and seconds waited at the begin of the first window
+        self._since: tuple[int, float] | None = None  # steps and seconds waited at the start of the first window
         self._models: list[nn.Module] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._until = WARMUP_STEPS
