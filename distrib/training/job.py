@@ -1,4 +1,4 @@
-"""The API of a training script: `init` joins the ranks of a job, and returns a `Job`."""
+"""API of a training script: `init` joins the ranks of a job and returns a `Job`."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ _job: Job | None = None
 def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK_EVERY_STEPS) -> Job:
     """Join the other ranks of this job. A second call returns the same job.
 
-    The ranks are those that `distrib-launch`, `mpirun` or `torchrun` started. Without one of them (`python script.py`) the job has
-    one rank.
+    The ranks are those that `distrib-launch`, `mpirun` or `torchrun` started. Started without one of them (`python script.py`), the job
+    has one rank.
 
     Args:
-        timeout_seconds: How long this rank waits for others in the rendezvous and in a collective before it raises.
-        divergence_check_steps: Compare parameters between ranks every so many steps and when the job closes; 0 disables it.
+        timeout_seconds: Longest wait for other ranks, at start and in each collective, before an error is raised.
+        divergence_check_steps: Interval in steps at which parameters are compared between ranks, also when the job closes. 0 disables it.
 
     Returns:
         The job.
 
     Raises:
-        TrainingError: The ranks are not those that were planned, this rank has no device, or the job was closed.
+        TrainingError: The ranks are not those that the launcher planned, this rank has no device, or the job was closed.
 
     Example:
         with distrib.init() as job:
@@ -69,7 +69,7 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
     global _job
     if _job is None:
         settings = strategy_from_environment(os.environ)
-        # Ranks of mode async may leave and join, which neither MPI nor torch's process groups allow: the servers connect them.
+        # Ranks of mode async may leave and join. MPI and torch's process groups do not support it, so the servers connect them.
         elastic = settings.mode == "async"
         if elastic and not os.environ.get(DISTRIB_SERVERS):
             raise TrainingError(
@@ -90,18 +90,18 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
 
 
 class Job:
-    """The ranks that train together, seen from one of them. Created by `distrib.init()`.
+    """Handle of one rank to the job: the ranks that train together. Created by `distrib.init()`.
 
-    Use it as a context manager, or call `close`; otherwise it closes when the script ends. A rank that fails exits at once, and one
-    that succeeds waits for the others.
+    Use it as a context manager, or call `close`; otherwise it closes when the script ends. A rank that fails exits at once. A rank that
+    succeeds waits for the other ranks.
     """
 
     rank: int
-    """This rank among all, from 0."""
+    """Number of this rank, from 0."""
     world_size: int
     """Number of ranks."""
     local_rank: int
-    """This rank among those of its host, from 0."""
+    """Number of this rank among the ranks of its host, from 0."""
     local_world_size: int
     """Number of ranks on this host."""
     device: torch.device
@@ -153,15 +153,15 @@ class Job:
 
     @property
     def closed(self) -> bool:
-        """True once the job was closed, or has failed."""
+        """True after the job was closed or has failed."""
         return self._shutdown.closed
 
     @property
     def is_main(self) -> bool:
-        """True if this is the main rank, which prints and saves: rank 0.
+        """True on the main rank, which prints and saves. The main rank is rank 0.
 
-        In mode async, if rank 0 dies, the lowest surviving rank becomes main and stays it, so read this property each time. A restarted
-        rank is never main. A main rank that is disconnected waits here until it knows whether it still is.
+        In mode async, the lowest surviving rank becomes the main rank if the main rank fails, so read this property each time. A
+        restarted rank is never main. A disconnected main rank waits in this property until it is connected again or replaced.
         """
         return self._elastic.is_main if self._elastic else self.rank == 0
 
@@ -169,7 +169,7 @@ class Job:
     def stepped(self) -> bool:
         """True if the last `optimizer.step()` updated the parameters.
 
-        False while gradients accumulate, and when a step was skipped because of NaN or Inf. Use it to guard EMA updates and per-step
+        False while gradients accumulate, and after a step that was skipped because of NaN or Inf. Use it to guard EMA updates and per-step
         schedulers.
         """
         return self._last_step.updated
@@ -209,7 +209,7 @@ class Job:
         accumulate: int | None = None,
         on_nan: OnNan = "raise",
     ) -> Any:
-        """Make models, optimizers and loaders those of the job. Collective: the same things in the same order on every rank.
+        """Prepare models, optimizers and loaders for training in this job. Collective: the same objects in the same order on every rank.
 
         - A module is moved to `device` and gets rank 0's parameters. In mode sync it is wrapped in DistributedDataParallel, with its own
           attributes and `state_dict` names; `unwrap` returns the module. To freeze or unfreeze parameters later, prepare
@@ -222,16 +222,16 @@ class Job:
             things: Modules, optimizers, DataLoaders, schedulers and GradScalers.
             find_unused_parameters: True if a step may leave parameters without a gradient.
             methods: Names of methods besides `forward` whose results the script calls backward on, such as `["loss"]`.
-            sync_batchnorm: True to normalize over the samples of all ranks.
-            accumulate: Batches in a step, as `Job.accumulate` sets it; None leaves it as it is.
-            on_nan: If a gradient is NaN or infinite, `raise` an error that names rank and parameter, `skip` the step (on all ranks in
-                mode sync), or `ignore` it.
+            sync_batchnorm: True to compute batch normalization statistics over the samples of all ranks.
+            accumulate: Batches in a step, as `Job.accumulate` sets it; None leaves the present number.
+            on_nan: Reaction to a gradient that is NaN or infinite: `raise` an error that names rank and parameter, `skip` the step (on
+                all ranks in mode sync), or `ignore` it.
 
         Returns:
-            The prepared thing; a tuple in the order of `things` if there are several.
+            The prepared object; a tuple in the order of `things` if there are several.
 
         Raises:
-            TrainingError: A thing cannot be prepared, ranks prepare different things, or there are too few samples.
+            TrainingError: An object cannot be prepared, ranks prepare different objects, or there are too few samples.
 
         Example:
             model, optimizer, loader = job.prepare(model, optimizer, loader)
@@ -257,8 +257,9 @@ class Job:
     def release(self, *things: Any) -> None:
         """Free the memory of models and optimizers that are not trained any more. Collective.
 
-        A job keeps what was prepared. Release it in scripts that train one model after the other, as in cross validation. A
-        released optimizer takes no more steps until it is prepared again. Loaders, schedulers and GradScalers are never kept.
+        A job keeps references to prepared models and optimizers. Release them in scripts that train several models in turn, such as
+        cross validation. A released optimizer takes no more steps until it is prepared again. Loaders, schedulers and GradScalers need no
+        release.
 
         Args:
             things: Prepared models and optimizers.
@@ -276,9 +277,11 @@ class Job:
                 self._meter.release(thing)
 
     def accumulate(self, batches: int) -> None:
-        """Make one step of several batches: gradients are averaged over the batches, and then once over the ranks. Collective.
+        """Accumulate gradients over several batches per step. Collective.
 
-        The script's loop stays the same: `optimizer.step()` does nothing after the other batches. A group of batches may
+        Gradients are averaged over the batches of a step, and then once over the ranks.
+
+        The script's loop stays the same: `optimizer.step()` updates parameters only after the last batch of a step. A step may
         continue in the next epoch. `--accumulate N` at launch has priority.
 
         Args:
@@ -299,17 +302,17 @@ class Job:
     def settle(self) -> None:
         """Make the models identical on all ranks now. Collective.
 
-        In mode sync they always are. In mode local they become so every `--inner-steps` steps, at the end of each epoch of a prepared
-        loader, and when the job closes. In mode async they become so when a prepared loader is read for an evaluation.
+        In mode sync they always are. In mode local they are synchronized every `--inner-steps` steps, at the end of each epoch of a
+        prepared loader, and when the job closes. In mode async they are synchronized when a prepared loader is read for an evaluation.
         """
         self._check_open()
         self._state.synchronize()
         if self._elastic:
-            self.barrier()  # the steps of the other ranks count, too
+            self.barrier()  # includes the steps of all other ranks
             self._state.synchronize()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module inside a prepared model.
+        """Return the module inside a prepared model, for example to call its methods or to export it.
 
         Args:
             model: A prepared model, or any module.
@@ -321,13 +324,13 @@ class Job:
         return inner
 
     def scale_lr(self, lr: float) -> float:
-        """Scale a learning rate to the batch of all ranks, by the linear scaling rule (arXiv:1706.02677).
+        """Scale a learning rate to the global batch size, by the linear scaling rule (arXiv:1706.02677).
 
-        The rule is meant for SGD and needs a warm-up; see `warmup`. In mode local the rate stays that of one rank if there is an outer
-        momentum (DiLoCo). In mode async with `--no-stale-rate` it is scaled by the ranks that push together.
+        The rule is meant for SGD and needs a warm-up; see `warmup`. In mode local with outer momentum (DiLoCo), the rate is not scaled.
+        In mode async with `--no-stale-rate`, the factor is the number of ranks that push together.
 
         Args:
-            lr: A learning rate for the batch of one rank.
+            lr: A learning rate for the batch size of one rank.
 
         Returns:
             `lr` times the number of ranks whose batches make one step.
@@ -335,11 +338,11 @@ class Job:
         return lr * self._strategy.ranks_per_step
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
-        """Create a scheduler that raises the rate of `scale_lr` linearly from that of one rank.
+        """Create a scheduler that raises a rate from `scale_lr` linearly, starting at the rate of one rank.
 
         Args:
             optimizer: An optimizer with the scaled learning rate.
-            steps: Steps until the whole rate is reached; 0 for no warm-up.
+            steps: Steps until the full rate is reached; 0 for no warm-up.
 
         Returns:
             The scheduler. Call its `step()` after each `optimizer.step()` that updated the parameters; see `stepped`.
@@ -347,10 +350,9 @@ class Job:
         start = 1 / self._strategy.ranks_per_step if steps else 1.0  # LinearLR with 0 steps would stay at its start
         return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=start, end_factor=1.0, total_iters=steps)
 
-    # Between the ranks
-
+    # Collectives
     def barrier(self) -> None:
-        """Wait until every rank is here. Collective. Work that was queued on a GPU may still run."""
+        """Wait until every rank has called this method. Collective. GPU work that was queued before may still run."""
         self._check_open()
         self._collectives.all_reduce(0.0, "sum")
 
@@ -366,11 +368,11 @@ class Job:
             op: `mean`, `sum`, `max` or `min`.
 
         Returns:
-            A float for a number, computed in float64. For a tensor a new one of its shape and type, on its device and without gradient;
-            the mean of integers is float, and the sum of booleans counts True.
+            A float for a number, computed in float64. For a tensor, a new tensor of its shape and type on its device, without gradient.
+            The mean of integers is float. The sum of booleans is the number of True values.
 
         Raises:
-            TrainingError: `op` is another one, or `value` is neither.
+            TrainingError: `op` is unknown, or `value` is neither a number nor a tensor.
 
         Example:
             accuracy = job.all_reduce(correct, "sum") / job.all_reduce(seen, "sum")
@@ -381,13 +383,13 @@ class Job:
     # Checkpoints, metrics and profiles
 
     def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
-        """Write a checkpoint on the main rank. Other ranks continue at once.
+        """Write a checkpoint on the main rank. Other ranks continue without waiting.
 
-        The file is replaced atomically. With `--max-restarts` one rank of each host with its own file system writes a copy. Models are
+        The file is replaced atomically. With `--max-restarts`, one rank of each host with its own file system writes a copy. Models are
         saved without their wrapper, so any number of ranks can restore them.
 
         Args:
-            path: The file.
+            path: The file. Missing folders are created.
             objects: Objects with a `state_dict`, and plain values, by name.
 
         Raises:
@@ -404,18 +406,18 @@ class Job:
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         """Load a checkpoint that `save` wrote. Collective.
 
-        Rank 0 reads the file and broadcasts it. With `--max-restarts` the rank reads whose host has the newest file.
+        Rank 0 reads the file and broadcasts it. With `--max-restarts`, a rank of the host with the newest file reads it.
 
         Args:
-            path: The file. If it does not exist, nothing is restored and rank 0 says so.
-            objects: Objects that receive the state saved under their name, and defaults of plain values.
+            path: The file. If it does not exist, rank 0 logs that and nothing is restored.
+            objects: Objects to load, and defaults of plain values, by the names given to `save`.
 
         Returns:
             The plain values by name. Tensors that were on a GPU are on `device`, others on the CPU.
 
         Raises:
-            TrainingError: The file is not a checkpoint, or does not fit the objects.
-            OSError: The file exists and cannot be read.
+            TrainingError: The file is not a checkpoint, or does not match the objects.
+            OSError: The file exists but cannot be read.
 
         Example:
             epoch = job.restore("last.pt", model=model, optimizer=optimizer, epoch=0)["epoch"]
@@ -424,13 +426,13 @@ class Job:
         return self._checkpoints.restore(path, objects)
 
     def log(self, /, **metrics: Any) -> None:
-        """Send metrics of this rank to the launcher, which writes them to `metrics.jsonl`. Never waits for other ranks.
+        """Send metrics of this rank to the launcher, which writes them to `metrics.jsonl`. Does not wait for other ranks.
 
         Args:
-            metrics: Numbers, strings, or lists and dicts of them. A tensor of one element waits for its GPU.
+            metrics: Numbers, strings, or lists and dicts of them. A tensor of one element is converted, which waits for its GPU.
 
         Raises:
-            TrainingError: A value is of another kind, or all are longer than 4 KiB.
+            TrainingError: A value has another type, or all metrics together exceed 4 KiB.
         """
         self._status.metrics(metrics, is_main=self._elastic.seems_main if self._elastic else self.rank == 0)
 
@@ -448,9 +450,9 @@ class Job:
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = WARMUP_STEPS, steps: int = STEPS) -> None:
-        """Measure the next steps and write a workload for `distrib-topo plan`. Call it before `prepare`, with one rank.
+        """Measure the next steps and write a workload for `distrib-topo plan`. Call it before `prepare`, in a job of one rank.
 
-        The script continues. `distrib-launch --profile FILE` does the same without a change of the script.
+        The script continues afterwards. `distrib-launch --profile FILE` does the same without a change of the script.
 
         Args:
             path: The JSON file: gradients, and seconds of forward, backward, optimizer and data loading.
@@ -458,7 +460,7 @@ class Job:
             steps: Steps that are measured.
 
         Raises:
-            TrainingError: There are other ranks, or something was prepared.
+            TrainingError: The job has several ranks, or something was prepared.
         """
         self._check_open()
         if self._state.models or self._loaders.prepared:
@@ -471,7 +473,7 @@ class Job:
         """Wait for the other ranks and disconnect. A second call does nothing.
 
         Raises:
-            RuntimeError: Another rank failed; raised by torch.
+            RuntimeError: Another rank failed. The error is torch's.
         """
         if not self.closed:
             self._profiles.end()
