@@ -1,4 +1,4 @@
-"""Where `distrib-launch` begins: importing the rest takes seconds on a cold network file system, and may be interrupted."""
+"""Entry point of `distrib-launch`. It imports the other modules late: that takes seconds on a slow file system and can be interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collection of the hosts' inventories, all at once, over ssh or Slurm, with an explanation for each host without one."""
+"""Collect the inventories of all hosts in parallel, over ssh or Slurm, and explain why a host sent none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOGIN_TIMEOUT_SECONDS = 20.0
 REPLY_TIMEOUT_SECONDS = 90.0
 """From the start to the reply: Python on a cold network file system takes a minute."""
 NOTICE_SECONDS = 8.0
-"""Time after which the user is told which hosts have not replied."""
+"""Time after which a notice names the hosts that have not replied."""
 LOGINS_PER_CPU = 16
 """Simultaneous logins for each CPU of this machine: more of them slow each other down."""
 
@@ -79,7 +79,7 @@ SSH_EXPLANATIONS = (
         "on {host} see journalctl -u ssh; MaxStartups and hosts.deny are usual causes",
     ),
 )
-"""Pattern of ssh's output, what is wrong, and what to do; ssh's exit code is 255 for all of them."""
+"""Pattern of ssh's output, the cause, and a hint; ssh's exit code is 255 for all of them."""
 
 
 class HostQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +97,7 @@ class HostQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ssh(self) -> str:
-        """The command by which a user logs in."""
+        """Return the command by which a user logs in."""
         port = f"-p {self.port} " if self.port else ""
         return f"ssh {port}{self.user}@{self.name}" if self.user else f"ssh {port}{self.name}"
 
@@ -157,7 +157,7 @@ def query_hosts(
         return reply
 
     def query_one(query: HostQuery) -> HostReply:
-        if query.is_local or is_local(query.name):  # it needs no daemon of the engine
+        if query.is_local or is_local(query.name):  # the engine starts no daemon on this machine
             question = msgspec.structs.replace(query.question, programs=())
             query = msgspec.structs.replace(query, is_local=True, question=question)
         if query.is_local and query.python == own_python:

@@ -1,7 +1,7 @@
-"""Test connections between the hosts, and to this machine, on ports that the kernel chooses, as ranks need them.
+"""Test connections between the hosts, and to this machine, on free ports that the kernel chooses, as for ranks.
 
 Many systems come with a firewall that lets only ssh through. Hosts of one subnet may not reach each other. The test finds
-both in milliseconds; ranks would wait for each other instead.
+both in milliseconds; without it, ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distrib_launch.preflight.host_sessions import HostSessions
 CONNECT_TIMEOUT_SECONDS = 4.0
 """A lost first packet is sent again after one second (RFC 6298) and after two more."""
 ALL_PAIRS_HOSTS = 16
-"""Up to so many hosts, each connects to all others; else to those whose distance in the list is a power of two."""
+"""Largest number of hosts that all connect to each other; with more, each connects to those at a power of two in the list."""
 MTU_HINT = "set the same MTU on all interfaces and switch ports between them (ip link set dev NAME mtu 1500)"
 
 
@@ -30,11 +30,11 @@ class ProbeTarget(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     """Empty: this machine."""
     addresses: tuple[str, ...]
-    """It is enough to connect to one of them."""
+    """Addresses of the target; one that accepts connections is enough."""
     ports: tuple[int, ...]
-    """Each must accept connections."""
+    """Ports that must all accept connections."""
     from_all: bool = False
-    """Every host must reach it."""
+    """True if every host must reach it."""
 
 
 class ConnectionAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class ConnectionAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: this machine."""
     address: str
     reason: str
-    """Why it failed; empty: it succeeded."""
+    """Reason of the failure; empty: it succeeded."""
 
 
 class ConnectionRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class ConnectionRound(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> list[ConnectionAttempt]:
-        """The attempts that failed."""
+        """Return the attempts that failed."""
         return [attempt for attempt in self.attempts if attempt.reason]
 
     def among(self, hosts: Collection[str]) -> ConnectionRound:
@@ -117,7 +117,7 @@ def _worst_port(outcomes: Sequence[tuple[int, str]]) -> str:
 
 
 def _targets_of(source: str, targets: Sequence[ProbeTarget]) -> Iterator[ProbeTarget]:
-    """Return the targets of one host, so that each host connects, and is connected to, several times."""
+    """Yield the targets of one host; each host is the source and the target of several connections."""
     size = len(targets)
     place = next((number for number, target in enumerate(targets) if target.host == source), None)
     far = {1 << power for power in range(size.bit_length())}
@@ -131,7 +131,7 @@ def _targets_of(source: str, targets: Sequence[ProbeTarget]) -> Iterator[ProbeTa
 
 
 def explain_host_failures(tested: ConnectionRound) -> list[CheckResult]:
-    """Name the hosts to blame: those that reach no host that is reached by others, else those that are not reached.
+    """Return errors for the hosts at fault: those that reach no reachable host, else those that are not reachable.
 
     Args:
         tested: Test connections.
@@ -160,7 +160,7 @@ def explain_host_failures(tested: ConnectionRound) -> list[CheckResult]:
 
 
 def explain_launcher_failures(tested: ConnectionRound) -> list[CheckResult]:
-    """Name the hosts that do not reach this machine.
+    """Return errors for the hosts that do not reach this machine.
 
     Args:
         tested: Test connections.

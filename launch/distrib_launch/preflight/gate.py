@@ -1,4 +1,4 @@
-"""Gate before the start: prepares and checks the hosts of a plan, drops unhealthy ones, or refuses the launch."""
+"""Preflight gate: prepare and check the hosts of a plan before the start, drop unhealthy ones, or refuse the launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distrib_launch.run_directory import PREFLIGHT, write_json
 
 
 class PreflightGate:
-    """Check of a plan's hosts.
+    """Preflight of a plan's hosts, with the decision to start.
 
     Args:
         options: Options of the launch.
@@ -42,7 +42,7 @@ class PreflightGate:
         self.replan, self.prepare = replan, prepare
         self.prepared: set[str] = set()
         self.dropped: dict[str, str] = {}
-        """Reasons by host."""
+        """Dropped hosts with the reason for each."""
 
     def run(self, plan: LaunchPlan) -> tuple[LaunchPlan, list[str]]:
         """Check the hosts.
@@ -82,7 +82,9 @@ class PreflightGate:
                 break
             bad = {host: next(str(c) for c in report.errors if c.host == host) for host in report.bad_hosts}
             plan = self._ready(self._leave_out(plan, bad, report.refusal()))
-            if late := [host for host in plan.hosts if host.name not in replies.by_host]:  # -np had left them idle
+            if late := [
+                host for host in plan.hosts if host.name not in replies.by_host
+            ]:  # hosts that were idle in the plan before
                 replies = replies.joined(query(late))
         self.sessions.stop_listening()
         if remote.transport == "srun":

@@ -1,4 +1,4 @@
-"""Health of GPUs in comparison with others of their kind: all ranks wait for a slower one."""
+"""Health of GPUs compared with other GPUs of the same kind. All ranks wait for the slowest one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from distrib.utils.ranges import ranges
 from distrib_launch.preflight.check_result import CheckResult, warning
 
 MIN_POWER_FRACTION = 0.98
-"""A power limit below this fraction of the usual one is another limit; drivers round to watts."""
+"""Fraction of the usual power limit below which a limit counts as lower; drivers round to watts."""
 
 
 def unhealthy_gpus(used: Mapping[str, Sequence[Gpu]]) -> Iterator[CheckResult]:
-    """Return warnings about GPUs that are slower or less healthy than others of their kind.
+    """Yield warnings about GPUs that are slower or less healthy than others of their kind.
 
     Args:
         used: GPUs by host.
@@ -33,7 +33,7 @@ def unhealthy_gpus(used: Mapping[str, Sequence[Gpu]]) -> Iterator[CheckResult]:
 
 
 def _gpu_problems(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
-    """Return reasons and fixes for one GPU; `alike` are all of its kind."""
+    """Yield reasons and fixes for one GPU; `alike` are all GPUs of its kind."""
     health = gpu.health
     up = _most([one.health.nvlinks_up for one in alike])
     if health.nvlinks_up is not None and up is not None and health.nvlinks_up < up:
@@ -44,7 +44,7 @@ def _gpu_problems(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
     lanes = _most([one.pcie_width_now for one in alike])
     if (
         gpu.has_narrow_link and lanes is not None and (gpu.pcie_width_now or 0) < lanes
-    ):  # not where idle links are narrowed
+    ):  # not if all links are narrow because they are idle
         yield (
             f"its PCIe link has {gpu.pcie_width_now} lane{'s' * (gpu.pcie_width_now != 1)}, {lanes:g} with others of its kind",
             "reseat the card, and look at its riser and the slot's settings in the BIOS",
@@ -86,6 +86,6 @@ def _gpu_problems(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
 
 
 def _most(values: Iterable[float | None]) -> float | None:
-    """Return the commonest known value, of equally common ones the largest."""
+    """Return the most common known value; the largest of equally common ones."""
     counts = Counter(value for value in values if value is not None)
     return max(counts, key=lambda value: (counts[value], value), default=None)

@@ -1,6 +1,7 @@
 """Checks of the hosts' inventories against the requirements of the job. Pure.
 
-An error certainly breaks the job and stops the launch. A warning is shown and kept in the result.
+Each check takes `CheckInputs` and yields results. An error certainly breaks the job and stops the launch. A warning is shown and kept
+in the result.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from distrib_launch.rank_agent.affinity import count_gpus
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM_BYTES = 64 * MIB
-"""Default of containers."""
+"""Size of /dev/shm up to which the check warns: the default of containers."""
 NO_DISK_BYTES = MIB
+"""Free space in /tmp below which the engine cannot start."""
 SMALL_DISK_BYTES = GIB
+"""Free space below which the check warns."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
+"""Clock offset above which the check warns: times in logs and files mislead."""
 DRIVER_GPU_MEMORY_BYTES = 256 * MIB
-"""GPU memory in use below this is the driver's own."""
+"""GPU memory that the driver itself may use."""
 MIN_OPEN_FILES = 128
-"""Ranks do not start with fewer open files."""
+"""Open files without which ranks do not start."""
 PROCESSES_OF_RANK = 64
-"""Threads of Python, torch, MPI and NCCL, and some processes that load data."""
+"""Threads of a rank's Python, torch, MPI and NCCL, and its data loader processes."""
 
 LAYERS = {"Ethernet": "RoCE"}
 """Name of RDMA over a link layer if it is not the layer's name."""
@@ -41,8 +45,8 @@ MIN_PYTHON = (3, 10)
 class CheckInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Inventories, requirements and files that the checks compare.
 
-    `clock_offsets` are seconds that each clock is ahead of the launcher's. `local` is this machine: other hosts should have
-    its files.
+    `clock_offsets` are the seconds by which each host's clock is ahead of the launcher's. `local` is the inventory of this machine;
+    its versions and files are the reference.
     """
 
     inventories: Mapping[str, Inventory]
@@ -68,11 +72,11 @@ def run_checks(inputs: CheckInputs) -> list[CheckResult]:
 
 
 def odd_ones(values: Mapping[str, str], own: str | None = None) -> tuple[str, dict[str, str]]:
-    """Return the commonest value, and the hosts with other values.
+    """Return the most common value, and the hosts with other values.
 
     Args:
         values: Values by host.
-        own: Value that wins among equally common ones; None: the first.
+        own: Value that is preferred among equally common ones; None: the first.
     """
     counts = Counter(values.values())
     common = max(counts, key=lambda value: (counts[value], value == own))
@@ -83,7 +87,7 @@ def _differing(
     check: str, what: str, values: Mapping[str, str | None], own: str | None,
     fix: Callable[[str, str], str], *, serious: bool = True,
 ) -> Iterator[CheckResult]:  # fmt: skip
-    """Return results for hosts with another version than most; `fix` takes host and common version."""
+    """Yield results for hosts whose version differs from the most common one; `fix` takes the host and the common version."""
     if not values:
         return
     common, odd = odd_ones({host: value or "" for host, value in values.items()}, own or "")
@@ -107,6 +111,11 @@ def _packages(e: CheckInputs, name: str) -> dict[str, str | None]:
 
 
 def python(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts whose Python is too old or has another minor version than most.
+
+    Args:
+        e: Inventories and requirements.
+    """
     values: dict[str, str | None] = {}
     for host, facts in e.inventories.items():
         if tuple(map(int, facts.python.split(".")[:2])) < MIN_PYTHON:
@@ -124,6 +133,11 @@ def python(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def distrib(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts without distrib or numpy, or with another version of distrib.
+
+    Args:
+        e: Inventories and requirements.
+    """
     versions = _packages(e, "distrib")
     for host, facts in e.inventories.items():
         if not facts.has_launcher:
@@ -141,6 +155,11 @@ def distrib(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def mpi(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts that lack programs of the engine, or have other versions of Open MPI or mpi4py.
+
+    Args:
+        e: Inventories and requirements.
+    """
     for host, facts in e.inventories.items():
         for program in facts.missing_programs:
             yield error(host, "mpi", f"no {program} there", "Open MPI must be installed at the same path on every host")
@@ -151,9 +170,14 @@ def mpi(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def torch(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts with another version of torch.
+
+    Args:
+        e: Inventories and requirements.
+    """
     fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher}
     for host in e.inventories:
-        if host not in fit:  # another Python will be named, and is to be asked
+        if host not in fit:  # this Python has no distrib; the one that the user will choose may have another torch
             yield CheckResult(host=host, check="torch", status="unknown")
     versions = {host: (facts.packages["torch"] or "").partition("+")[0] for host, facts in fit.items()}
     own = (e.local.packages["torch"] or "").partition("+")[0]
@@ -161,6 +185,11 @@ def torch(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def cuda(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts whose driver, CUDA or NCCL fails, is missing, is too old, or differs from most.
+
+    Args:
+        e: Inventories and requirements.
+    """
     on_gpus = {host: facts for host, facts in e.inventories.items() if facts.gpus and _gpu_job(e, host)}
     for host, facts in on_gpus.items():
         if facts.nvml_error and "pynvml" not in facts.nvml_error:
@@ -207,8 +236,8 @@ def cuda(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 MIN_DRIVER_BY_CUDA = {11: 450, 12: 525, 13: 580}
-"""By the major version of CUDA, the branch of drivers that all of its minor versions run with: NVIDIA's CUDA compatibility document,
-"minor version compatibility". Data centers' GPUs bear older ones where the package cuda-compat is installed."""
+"""Oldest driver branch for all minor versions of a CUDA major version (NVIDIA, CUDA Compatibility, "minor version compatibility").
+Data center GPUs also work with older drivers if the package cuda-compat is installed."""
 
 
 def _least_driver(facts: Inventory) -> int | None:
@@ -222,6 +251,11 @@ def _least_driver(facts: Inventory) -> int | None:
 
 
 def script(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts that lack the script or its folder, or have other files than this machine.
+
+    Args:
+        e: Inventories and requirements.
+    """
     folder = shlex.quote(e.script.rpartition("/")[0] + "/")
     for host, facts in e.inventories.items():
         bring = f"bring it there: rsync -a {folder} {host}:{folder}, or --sync"
@@ -255,6 +289,11 @@ def _gpu_indices(e: CheckInputs, host: str) -> tuple[int, ...]:
 
 
 def gpus(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts with fewer GPUs than planned, or with another kind than most.
+
+    Args:
+        e: Inventories and requirements.
+    """
     planned = {host: facts for host, facts in e.inventories.items() if _gpu_job(e, host)}
     counts = {host: len(facts.gpus) for host, facts in planned.items()}
     cpu = "-x CUDA_VISIBLE_DEVICES= runs the whole job on CPUs"
@@ -265,7 +304,7 @@ def gpus(e: CheckInputs) -> Iterator[CheckResult]:
             others = sum(other > 0 for other in counts.values())
             why = "but the plan has one for each rank" if named else f"but {others} other host(s) have some"
             fix = f"look at nvidia-smi there, leave {host} out, or {cpu}"
-            if named and want.visible_gpus:  # perhaps of a machine that it was copied from
+            if named and want.visible_gpus:  # the value may come from another machine
                 why += f", as CUDA_VISIBLE_DEVICES is {want.visible_gpus}"
                 fix = f"unset CUDA_VISIBLE_DEVICES there, {fix}"
             yield error(host, "gpus", f"no GPU there, {why}", fix)
@@ -290,6 +329,11 @@ def gpus(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def gpu_memory(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find planned GPUs whose memory another process uses.
+
+    Args:
+        e: Inventories and requirements.
+    """
     for host, facts in e.inventories.items():
         if not _gpu_job(e, host):
             continue
@@ -312,7 +356,11 @@ def gpu_memory(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def gpu_health(e: CheckInputs) -> Iterator[CheckResult]:
-    """Compare the GPUs that ranks will use with others of their kind."""
+    """Compare the GPUs that ranks will use with others of their kind.
+
+    Args:
+        e: Inventories and requirements.
+    """
     return unhealthy_gpus(
         {
             host: [gpu for gpu in facts.gpus if gpu.index in _gpu_indices(e, host)]
@@ -324,7 +372,7 @@ def gpu_health(e: CheckInputs) -> Iterator[CheckResult]:
 
 def _holder(holder: GpuHolder) -> str:
     hidden = "" if holder.listed else ", which nvidia-smi does not list"
-    if holder.user is None:  # of another container or of its host, where its number is another
+    if holder.user is None:  # in another pid namespace, in which its process id differs
         return f"a process that cannot be seen from there (NVML calls it {holder.pid})"
     return f"process {holder.pid} of {holder.user} ({holder.command[:60].strip()}){hidden}"
 
@@ -333,6 +381,11 @@ def _holder(holder: GpuHolder) -> str:
 
 
 def duplicates(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find names of the same machine.
+
+    Args:
+        e: Inventories and requirements.
+    """
     names: dict[tuple[str, str], str] = {}
     for host, facts in e.inventories.items():
         other = names.setdefault((facts.network_identity, facts.hostname), host)
@@ -341,6 +394,11 @@ def duplicates(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def machine(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts with too few CPUs, or too little memory, shared memory or disk space.
+
+    Args:
+        e: Inventories and requirements.
+    """
     for host, facts in e.inventories.items():
         ranks = e.requirements[host].ranks
         if e.transport == "srun":
@@ -366,7 +424,7 @@ def machine(e: CheckInputs) -> Iterator[CheckResult]:
                 host, "shm", f"{binary_size_text(facts.free_shm_bytes)} free of {binary_size_text(facts.shm_bytes or 0)} in /dev/shm",
                 "DataLoader workers and NCCL die of it; docker run --shm-size=8g, or remove old files there",
             )  # fmt: skip
-        if facts.tmp_problem:  # where engines begin with files
+        if facts.tmp_problem:  # the engines create files there
             yield error(
                 host,
                 "disk",
@@ -378,11 +436,16 @@ def machine(e: CheckInputs) -> Iterator[CheckResult]:
         }
         for place, free in low.items():
             where = {"directory": e.directory, "run_dir": "the run directory", "tmp": "/tmp"}.get(place, place)
-            make = error if place == "tmp" and free < NO_DISK_BYTES else warning  # where engines begin with files
+            make = error if place == "tmp" and free < NO_DISK_BYTES else warning
             yield make(host, "disk", f"{binary_size_text(free)} free for {where}", "make room, or name another place")
 
 
 def limits(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts whose limits on locked memory, processes or open files are too low.
+
+    Args:
+        e: Inventories and requirements.
+    """
     for host, facts in e.inventories.items():
         locked, files = facts.limits.get("memlock"), facts.limits.get("nofile")
         if locked is not None and any(port.active for port in facts.rdma):
@@ -402,6 +465,11 @@ def limits(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def clock(e: CheckInputs) -> Iterator[CheckResult]:
+    """Find hosts whose clock differs from the launcher's.
+
+    Args:
+        e: Inventories and requirements.
+    """
     for host, offset in e.clock_offsets.items():
         if abs(offset) > MAX_CLOCK_OFFSET_SECONDS:
             yield warning(
@@ -411,7 +479,11 @@ def clock(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 def rdma(e: CheckInputs) -> Iterator[CheckResult]:
-    """Find hosts whose InfiniBand or RoCE cannot be used, so that all communication would use TCP silently."""
+    """Find hosts whose InfiniBand or RoCE cannot be used, so that NCCL and MPI would silently use TCP.
+
+    Args:
+        e: Inventories and requirements.
+    """
     if len({facts.network_identity for facts in e.inventories.values()}) < 2:
         return
     for host, facts in e.inventories.items():
@@ -434,7 +506,7 @@ def rdma(e: CheckInputs) -> Iterator[CheckResult]:
     kinds = Counter(frozenset(wire.items()) for wire in wires.values())
     commonest = max(kinds, key=lambda kind: (kinds[kind], sum(rate * count for (_, rate), count in kind)))
     if 2 * kinds[commonest] <= len(wires) or not commonest:
-        return  # a cluster of several kinds, or of none
+        return  # no kind is on most hosts, or most hosts have no RDMA
     (layer, rate), count = max(commonest, key=lambda kind: kind[0][1])
     for host, wire in wires.items():
         own = wire[layer, rate]

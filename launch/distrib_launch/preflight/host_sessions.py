@@ -1,7 +1,7 @@
 """Sessions on the hosts during the preflight; the engine reuses their ssh connections.
 
-Each session is an ssh with a control socket (ssh_config(5), ControlPath), which saves the engine the logins. A session
-ends with our end of its pipe, or after some seconds; its connection then lasts as long as the engine's sessions on it.
+Each session is an ssh with a control socket (ssh_config(5), ControlPath), so that the engine needs no logins of its own. A session ends
+when the launcher closes its pipe, or after some seconds; its connection then lasts as long as the engine's sessions on it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SessionOutput(NamedTuple):
     out: str
     err: str
     code: int | None
-    """Exit code; None: it still runs, because it has replied or because it timed out."""
+    """Exit code; None: the program still runs after its reply or the timeout."""
 
 
 class ReplyTimeout(NamedTuple):
@@ -77,7 +77,7 @@ class HostSessions:
         self.close()
 
     def shared(self, ssh: Sequence[str]) -> list[str]:
-        """Return an ssh command whose connection other ssh processes can use; of several settings ssh takes the first.
+        """Return an ssh command whose connection other ssh processes can use; ssh obeys the first of several settings.
 
         Args:
             ssh: ssh command with its options.
@@ -148,7 +148,7 @@ class HostSessions:
             raise InterruptedError
         output = self._exchange(process, f"{line}\n".encode(), ReplyTimeout(seconds, seconds))
         if output.code is None and not is_complete_reply(output.out.encode()):
-            _kill(process)  # what it says later would be taken for the next answer
+            _kill(process)  # a late reply would be read as the reply to the next request
         return output.out
 
     def map_hosts(
@@ -167,7 +167,7 @@ class HostSessions:
         pool = ThreadPoolExecutor(max_workers=min(at_once, max(1, len(items))), thread_name_prefix="preflight")
         try:
             return list(pool.map(work, items))
-        except BaseException:  # what still runs would be waited for
+        except BaseException:  # the pool waits for its threads, which must end first
             self.close()
             raise
         finally:
@@ -185,7 +185,7 @@ class HostSessions:
         with self._lock:
             for listener in self._listeners or ():
                 with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
                 listener.close()
             self._listeners = None
 

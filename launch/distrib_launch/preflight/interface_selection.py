@@ -1,7 +1,7 @@
-"""Which network card of each host leads to the others, and the variables that make every library use it. Pure.
+"""Network interface of each host for the job, and the variables that make every library use it. Pure.
 
-Names differ from host to host, and a name that all share can be a trap: docker0 and virbr0 carry the same address on
-every host. So the choice is made by subnet: one that every host is in, with an address that no other host has.
+Names of interfaces differ between hosts, and equal names may mislead: docker0 and virbr0 have the same address on every
+host. So the choice is made by subnet: a subnet of all hosts, in which each host has an address that no other host has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distrib_launch.rank_environment import socket_interface
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# A bridge without a card in it, or a tunnel, can be the way to the other hosts, but only where there is no card of its own.
+# A tunnel, or a bridge without a physical card, may lead to the other hosts; it is chosen only on hosts without a better interface.
 PREFERENCE = {
     "physical": 4, "bond": 4, "team": 4, "vlan": 4, "ipoib": 4,
     "veth": 3, "macvlan": 3, "ipvlan": 3, "unknown": 3,
@@ -30,13 +30,13 @@ PREFERENCE = {
 
 FAST_KINDS = ("physical", "bond", "team")
 MUCH_FASTER = 2.0
-"""A card that carries so many times what the chosen one does is worth a word, where not all hosts share its network."""
+"""Speed ratio from which a note reports faster cards in networks that not all hosts share."""
 
 NAMED_BY_USER = "chosen with --interface"
 
 
 class NoNetworkError(PreflightError):
-    """Hosts without an interface that would do. `hosts` gives the reason for each."""
+    """Error for hosts without a usable interface; `hosts` has the reason for each."""
 
     def __init__(self, hosts: Mapping[str, str], *, hint: str) -> None:
         super().__init__("\n".join(f"{host}: network: {reason}" for host, reason in hosts.items()), hint=hint)
@@ -44,7 +44,7 @@ class NoNetworkError(PreflightError):
 
 
 class HostNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's way to the others: the interface, its address, and what is set for its ranks."""
+    """Chosen interface of one host, its address, and the variables of the host's ranks."""
 
     host: str
     interface: str
@@ -56,20 +56,27 @@ class HostNetwork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice for all hosts. `subnet` is the one they share, None where they share none; `reason` says why it."""
+    """Chosen network of all hosts: the shared subnet, None if there is none, and the reason of the choice."""
 
     subnet: str | None
     reason: str
     hosts: tuple[HostNetwork, ...]
     passed_over: tuple[str, ...]
-    """Interfaces that might have been taken, and why they were not."""
+    """Interfaces that were not chosen, with the reason for each."""
     notes: tuple[str, ...]
 
     def of(self, host: str) -> HostNetwork:
+        """Return the network of one host.
+
+        Args:
+            host: Name of the host.
+        """
         return next(choice for choice in self.hosts if choice.host == host)
 
 
 class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """Interface of a host with one of its addresses."""
+
     host: str
     interface: Interface
     address: Address
@@ -98,13 +105,17 @@ def choose_network(
     environ: Mapping[str, str] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> ClusterNetwork:
-    """Choose each host's interface.
+    """Choose the interface of each host.
 
-    `wanted` is `--interface`, names or networks between commas. `reached_at` tells at which of its addresses each host
-    was reached from here, where that is known. `environ` is what the user has set: that is left alone. `failed` are
-    addresses that do not lead to their host, each with the reason.
+    Args:
+        inventories: Inventories by host.
+        wanted: Value of `--interface`: names or networks, separated by commas.
+        reached_at: Address at which the launcher reached each host, if known.
+        environ: Variables that the user has set; they are not changed.
+        failed: Addresses that do not lead to their host, each with the reason.
 
-    Raises NoNetworkError naming the hosts that have no interface to the others, or none of those wanted.
+    Raises:
+        NoNetworkError: Some hosts have no interface to the others, or none of those wanted.
     """
     reached_at = reached_at or {}
     usable, doubles = _candidates(inventories)
@@ -116,7 +127,7 @@ def choose_network(
     shared, _ = _best_subnet(usable, inventories, reached_at)
     usable = [c for c in usable if c not in shut]
     subnet, why = _best_subnet(usable, inventories, reached_at)
-    if shared and not subnet:  # each host by itself might take a bridge that leads nowhere
+    if shared and not subnet:  # without a shared subnet, a host might choose a bridge that reaches no other host
         raise NoNetworkError(
             {c.host: f"{c}: {told}" for c, told in shut.items()},
             hint="name a network that leads to every host with --interface",
@@ -161,7 +172,7 @@ def choose_network(
 
 
 def _candidates(inventories: Mapping[str, Inventory]) -> tuple[list[_Candidate], dict[str, str]]:
-    """Interfaces that are up with an address that only their host has; and those whose address others have too."""
+    """Return interfaces that are up with an address of their host only, and those whose address several hosts have."""
     found: list[_Candidate] = []
     owners: dict[str, dict[str, str]] = {}
     for host, inventory in inventories.items():
@@ -177,7 +188,14 @@ def _candidates(inventories: Mapping[str, Inventory]) -> tuple[list[_Candidate],
 
 
 def parse_interface(wanted: str) -> tuple[set[str], list[Network]]:
-    """The names and the networks of `--interface`. Raises ConfigError for what is no network, though written as one."""
+    """Return the names and the networks of `--interface`.
+
+    Args:
+        wanted: Value of the option.
+
+    Raises:
+        ConfigError: An item looks like a network and is not valid.
+    """
     names: set[str] = set()
     networks: list[Network] = []
     for item in (part.strip() for part in wanted.split(",")):
@@ -226,7 +244,7 @@ def _has(inventory: Inventory) -> str:
 def _best_subnet(
     usable: Iterable[_Candidate], inventories: Mapping[str, Inventory], reached_at: Mapping[str, str]
 ) -> tuple[Network | None, str]:
-    """The best subnet that every host is in; judged by its slowest member, for that one everybody waits for."""
+    """Return the best subnet of all hosts, and the reason. The slowest member determines its rank: all ranks wait for it."""
     members: dict[Network, dict[str, list[_Candidate]]] = {}
     for candidate in usable:
         members.setdefault(candidate.subnet, {}).setdefault(candidate.host, []).append(candidate)
@@ -257,7 +275,7 @@ def _reached(host: str, candidates: Sequence[_Candidate], reached_at: Mapping[st
 
 
 def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candidate]) -> list[str]:
-    """A note where every host has a card that is much faster than the chosen one, in a network that not all are in."""
+    """Return a note if every host has a much faster card in a network that not all hosts share."""
     faster: dict[str, _Candidate] = {}
     owners: dict[Network, set[str]] = {}
     for candidate in usable:
@@ -283,10 +301,10 @@ def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candida
 
 
 def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict[str, tuple[RdmaPort, ...]] | None:
-    """The RDMA ports for each host: all of the fastest kind that every host has. None where no host has any.
+    """Return the RDMA ports of each host: all ports of the fastest kind that every host has. None if no host has any.
 
-    All of them, not only that of the chosen interface: a host with a card for each GPU needs them all. Slower ones and
-    those of the other link layer are for storage or management, and NCCL would not get through on them.
+    A host with a card for each GPU needs all of them. Slower ports and those of another link layer are for storage or management, and NCCL
+    cannot connect them.
     """
     active = {host: [port for port in inventory.rdma if port.active] for host, inventory in inventories.items()}
     if not any(active.values()):
@@ -330,7 +348,7 @@ def _leading(
                 }
     owners = Counter(n for _, n in {(host, n) for (host, _, _), found in subnets.items() for n in found})
     shared = {network for network, count in owners.items() if count == len(active)}
-    # A network of two addresses with two hosts in it is a cable between them.
+    # A network with two addresses and two hosts is a direct cable between them.
     routed = {n for n, count in owners.items() if n.max_prefixlen - n.prefixlen > 2 or count == 1} - shared
 
     def carried(host: str, networks: set[Network]) -> float:
@@ -368,15 +386,15 @@ def _environment(
     environ: Mapping[str, str],
     notes: list[str],
 ) -> dict[str, str]:
-    """What is set for the ranks of one host; a variable that the user has set himself is not among it."""
+    """Return the variables of one host's ranks that select its network, without those that the user has set."""
     name = choice.interface.name
     hcas = [f"{port.device}:{port.port}" for port in (rdma or {}).get(choice.host, ())]
     chosen = {
         **socket_interface(name),
         "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
-        # Open MPI takes IPv4's subnets only.
+        # Open MPI accepts only IPv4 subnets.
         "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet and subnet.version == 4 else name,
-        # And all addresses of a card that has one in it: those of the other family need lead nowhere.
+        # Open MPI uses all addresses of a card in the subnet; those of the other family may not reach any host.
         "OMPI_MCA_btl_tcp_disable_family": "6" if choice.address.version == 4 else "4",
         "UCX_NET_DEVICES": ",".join([*hcas, name]),
     }
@@ -384,11 +402,11 @@ def _environment(
         chosen["NCCL_IB_HCA"] = "=" + ",".join(hcas)
     elif rdma is not None:
         chosen["NCCL_IB_DISABLE"] = "1"
-    if ports:  # Open MPI begins at port 1024, which a firewall that leaves open what the kernel gives does not let in
+    if ports:  # a firewall may open only the kernel's range of free ports, and Open MPI would begin at port 1024
         first, last = ports
         chosen[f"OMPI_MCA_btl_tcp_port_min_v{choice.address.version}"] = str(first)
         chosen[f"OMPI_MCA_btl_tcp_port_range_v{choice.address.version}"] = str(last - first + 1)
-    if "OMPI_MCA_btl_tcp_if_exclude" in environ:  # Open MPI refuses both
+    if "OMPI_MCA_btl_tcp_if_exclude" in environ:  # Open MPI refuses both together
         del chosen["OMPI_MCA_btl_tcp_if_include"]
     for variable in list(chosen):
         if (own := environ.get(variable)) is not None:
@@ -416,7 +434,7 @@ def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mappin
     if not inside:
         return {}
     if subnet.version == 4:
-        # Of a card in it the daemons would take the addresses of IPv6, too.
+        # The daemons would also use the IPv6 addresses of a card in the subnet.
         return {"PRTE_MCA_prte_if_include": network.subnet, "PRTE_MCA_oob_tcp_disable_ipv6_family": "1"}
     cards = {host.interface for host in network.hosts} | inside
     return {"PRTE_MCA_prte_if_include": cards.pop()} if len(cards) == 1 else {}

@@ -1,4 +1,4 @@
-"""Preflight: queries every host, checks it against the job, chooses the network and tests it.
+"""Preflight: query every host, check it against the job, choose the network and test it.
 
 `query_plan_hosts` and `check_hosts` communicate with hosts; `evaluate` is pure and is repeated for fewer hosts.
 """
@@ -89,12 +89,12 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True, rename={"transp
 
     @property
     def errors(self) -> list[CheckResult]:
-        """Results that stop the launch."""
+        """Return the results that stop the launch."""
         return [check for check in self.checks if check.status == "error"]
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:
-        """Hosts with errors."""
+        """Return the hosts with errors."""
         bad = {check.host for check in self.errors}
         return tuple(host for host in self.hosts if host in bad)
 
@@ -305,10 +305,10 @@ def launcher_addresses(plan: LaunchPlan) -> set[str]:
     """Return the addresses of this machine by which the hosts of a plan reach it.
 
     Args:
-        plan: Plan of the job; what its hosts saw counts most, as their names may be known to ssh alone.
+        plan: Plan of the job; addresses that its hosts reported take precedence, because only ssh may know their names.
 
     Raises:
-        LaunchError: No network leads to them.
+        LaunchError: No network reaches them.
     """
     names = [host.name for host in plan.hosts]
     found = set(plan.seen_as) or own_addresses(names, [host.address for host in plan.hosts if host.address])
@@ -318,7 +318,7 @@ def launcher_addresses(plan: LaunchPlan) -> set[str]:
 
 
 def _host_targets(network: ClusterNetwork, replies: HostReplies) -> list[ProbeTarget]:
-    """Return the hosts at their chosen addresses; every host must reach this machine, be it one of them."""
+    """Return the hosts at their chosen addresses. If this machine is one of them, every host must reach it."""
     return [
         ProbeTarget(host=one.host, addresses=(one.address,), ports=ports, from_all=one.host in replies.own_names)
         for one in network.hosts
@@ -344,7 +344,7 @@ def clock_offset(reply: HostReply) -> float:
         reply: Reply with an inventory.
 
     Returns:
-        Seconds that the host's clock is ahead of ours; negative: behind.
+        Seconds by which the host's clock is ahead of this machine's; negative: behind.
     """
     assert reply.inventory
     theirs = reply.inventory.time
@@ -358,7 +358,7 @@ def _reached_at(inventories: Mapping[str, Inventory], replies: HostReplies) -> d
     found = {host: facts.ssh_connection[2] for host, facts in inventories.items() if len(facts.ssh_connection) == 4}
     for host in inventories:
         if host in replies.own_names:
-            found.pop(host, None)  # this launcher itself may run in an ssh session
+            found.pop(host, None)  # the address belongs to the ssh session in which the launcher runs
             others = list(found.values())
             if own := next(iter(source_addresses(others[:1])), None):
                 found[host] = own
@@ -424,7 +424,7 @@ def _indices(listed: str, gpus: Sequence[Gpu]) -> list[int]:
 def apply_network(
     plan: LaunchPlan, report: PreflightReport, replies: HostReplies, environ: Mapping[str, str]
 ) -> LaunchPlan:
-    """Add each host's interface to the plan, and the variables that keep every library to it.
+    """Add each host's interface to the plan, and the variables that make every library use it.
 
     Args:
         plan: Plan of the launch.
@@ -433,7 +433,7 @@ def apply_network(
         environ: Environment of this process.
     """
     network = report.network
-    if network is None:  # every host is this machine, be it by a name that ssh alone knows
+    if network is None:  # every host is this machine, perhaps by a name that only ssh knows
         alone = report.inventories and not source_addresses([host.name for host in plan.hosts])
         return msgspec.structs.replace(plan, listen=("127.0.0.1",)) if alone else plan
     choices = {choice.host: choice for choice in network.hosts}

@@ -1,4 +1,4 @@
-"""Preflight queries after the start of a job: to hosts that did not start their ranks, and during a hang."""
+"""Preflight queries after the start of a job: of hosts that did not start their ranks, and during a hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distrib_launch.preflight.preflight import (
 
 
 def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None]) -> PreflightError | None:
-    """Query hosts that did not start their ranks.
+    """Query hosts that did not start their ranks, and return the reasons.
 
     Args:
         plan: Plan of the launch.
@@ -50,7 +50,7 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None])
 
 
 RUNTIME_CHECKS = ("ssh", "srun", "cuda", "gpus", "network")
-"""Checks of which a change during the job makes other ranks wait."""
+"""Checks whose failure during the job makes other ranks wait."""
 
 
 def recheck(plan: LaunchPlan, sessions: HostSessions) -> list[str]:
