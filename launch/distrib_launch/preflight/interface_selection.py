@@ -87,7 +87,7 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def merit(self) -> tuple[int, float, bool]:
-        """InfiniBand before all; among Ethernet cards speed before RDMA, which slow ones on the board have too."""
+        """Sort key: InfiniBand first; then the kind of interface, its speed, and RDMA, which slow onboard cards may have too."""
         kind = 5 if self.interface.infiniband else PREFERENCE.get(self.interface.kind, 2)
         if self.interface.is_bridged_card:
             kind = PREFERENCE["physical"]
@@ -331,10 +331,10 @@ def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict
 def _leading(
     active: Mapping[str, list[RdmaPort]], inventories: Mapping[str, Inventory], notes: list[str]
 ) -> dict[str, list[RdmaPort]]:
-    """The ports without those of RoCE that lead nowhere: without an address, or in no network of all hosts where others are in one.
+    """Return the ports without RoCE ports that do not reach all hosts: those without an address or outside the networks of all hosts.
 
-    NCCL would connect the first port of one host with the first of another, and wait until its time is up. But rails that are
-    routed, each port in a network of its own or its rack's, beside a slower port that all hosts share, for storage, are what the GPUs are to use.
+    NCCL would connect the first port of one host with the first of another, and time out. Routed rails, each port in a network of its
+    own or of its rack, are kept if they are faster than the ports in a network of all hosts, which are then for storage.
     """
     subnets: dict[tuple[str, str, int], set[Network]] = {}
     for host, ports in active.items():
@@ -418,10 +418,15 @@ def _environment(
 
 
 def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mapping[str, str]) -> dict[str, str]:
-    """What keeps PRRTE's own messages on the chosen network, where this machine is in it.
+    """Return the variables that keep PRRTE's own messages on the chosen network; none if this machine is not in it.
 
-    By subnet, because its daemons take the launcher's value on every host, whatever their cards are called; one of IPv6 they do
-    not understand, so that there the cards must have one name, or all are left to them.
+    PRRTE's daemons get the launcher's value on every host, where cards may have other names; so the value is a subnet. PRRTE does not
+    accept IPv6 subnets: then it gets the name of the card if all hosts have the same, else nothing.
+
+    Args:
+        network: Network of the hosts.
+        here: Inventory of this machine.
+        environ: Environment of the launcher; settings of the user remain.
     """
     if network.subnet is None or any(
         name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in environ

@@ -46,7 +46,7 @@ class HostResources(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether a CPU limit shows that other containers use its cores, too."""
+        """True if a CPU limit shows that other containers use its cores, too."""
         return self.quota is not None and self.quota < sum(len(core) for cores in self.nodes.values() for core in cores)
 
 
@@ -141,7 +141,7 @@ def share_of(
         local_world_size: Number of ranks that share the host.
         environ: Environment of the script.
         how: One of `BINDINGS`.
-        on_gpus: Whether the ranks use GPUs.
+        on_gpus: True if the ranks use GPUs.
     """
     nodes: list[int | None] = [None] * local_world_size
     if on_gpus:

@@ -85,7 +85,7 @@ class RankAgent:
 
     @property
     def _is_away(self) -> bool:
-        """Whether it was cut off and has no new assignment since."""
+        """True if it was cut off and has no new assignment since."""
         return self._give_up_at < float("inf")
 
     @property

@@ -58,7 +58,7 @@ class Assignment(NamedTuple):
 
     command: list[str]
     is_python: bool
-    """Whether `command` is a Python interpreter and what it runs; `run_script` runs it then."""
+    """True if `command` is a Python interpreter and what it runs; `run_script` runs it then."""
     directory: str
     environment: dict[str, str]
     device: str
@@ -74,9 +74,9 @@ class Assignment(NamedTuple):
     """Time between SIGTERM and SIGKILL when the engine ends the job."""
     host_timeout_seconds: float
     may_return: bool
-    """Whether the job continues without the rank if the launcher is lost."""
+    """True if the job continues without the rank if the launcher is lost."""
     keep_result: bool
-    """Whether what the script writes to DISTRIB_RESULT_FD is sent to the launcher."""
+    """True if what the script writes to DISTRIB_RESULT_FD is sent to the launcher."""
 
 
 class Channel:

@@ -115,7 +115,7 @@ class ScriptProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended; its children may run."""
+        """True if the process has ended; its children may run."""
         return self._process.poll() is not None
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class ScriptProcess:
         """Read the script's output, or stop reading, so that it waits in its `print`.
 
         Args:
-            enabled: Whether to read.
+            enabled: True if to read.
         """
         for descriptor in self._streams:
             is_read = descriptor in self._selector.get_map()

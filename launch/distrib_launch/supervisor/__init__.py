@@ -1,1 +1,1 @@
-"""While a job runs: who has called, lives, gets on, waits for whom; what is said of its end, and whether it starts again."""
+"""Supervision of a running job: connections, health, hangs, performance, failures, restarts and the final report."""

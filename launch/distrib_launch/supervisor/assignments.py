@@ -1,4 +1,4 @@
-"""Assignments of the ranks: what each runs, once all are connected and their addresses are known."""
+"""Assignments of the ranks: command and environment of each, once all are connected and their addresses are known."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def send_assignments(
     script_input: bytes,
     input_ranks: Collection[int],
 ) -> None:
-    """Send each rank its standard input and what to run.
+    """Send each rank its standard input and its assignment.
 
     Args:
         job: State of the job, whose ranks are all connected.
         send: Sends a frame to a rank.
         host_timeout_seconds: Silence after which a host is probed.
-        keep_result: Whether what scripts write to DISTRIB_RESULT_FD is kept.
+        keep_result: True if what scripts write to DISTRIB_RESULT_FD is kept.
         script_input: Standard input of the scripts.
         input_ranks: Ranks that get it.
 

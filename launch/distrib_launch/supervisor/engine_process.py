@@ -1,4 +1,4 @@
-"""Process of the engine on this machine; it ends even when the launcher is killed."""
+"""Process of the engine on this machine. A guard ends it if the launcher is killed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
 
 ENGINE_GRACE_SECONDS = 1.0
-"""Time in which the engine must end after its ranks, and then after SIGTERM; it was seen to hang for ever."""
+"""Time in which the engine must end after its ranks, and then after SIGTERM; mpirun was seen to hang forever."""
 STARTING_SECONDS = 15.0
-"""Time in which mpirun may complete a start that was cancelled: a daemon whose mpirun is killed before it has connected waits for ever."""
+"""Time in which mpirun may complete a cancelled start: a daemon that has not connected when mpirun is killed waits forever."""
 
 
 class EngineProcess:
-    """Starts the engine of a plan in a session of its own; its output goes to `log`, a file of the run directory.
+    """Engine of a plan, started in a session of its own. Its output goes to `log`, a file of the run directory.
 
     Args:
         plan: Plan of the job.
@@ -54,23 +54,23 @@ class EngineProcess:
 
     @property
     def output(self) -> str:
-        """Output of the engine so far, empty if the run directory was removed."""
+        """Return the output of the engine so far, empty if the run directory was removed."""
         with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace")
         return ""
 
     @property
     def is_starting(self) -> bool:
-        """Whether daemons may be starting, which would outlive a killed engine."""
+        """Return True while daemons may be starting; they would outlive a killed engine."""
         return self._awaits_daemons and self._process.poll() is None
 
     @property
     def _awaits_daemons(self) -> bool:
-        """Whether daemons may be missing: all are there before the first rank starts. The guard knows it, too."""
+        """Return True while daemons may be missing: all are connected before the first rank starts. The guard has this state too."""
         return self._runtime.uses_ssh_daemons and not self._begun[0]
 
     def has_begun(self) -> None:
-        """Note that a rank has connected, or that its start is not waited for."""
+        """Note that a rank has connected, or that the engine needs no daemons."""
         self._begun[0] = 1
 
     def exit_code(self) -> int | None:
@@ -98,7 +98,7 @@ class EngineProcess:
         self._guard.dismiss()
 
     def _end_after_launcher(self) -> None:
-        """End everything after the launcher was killed; runs in the guard."""
+        """End the engine and its leftovers after the launcher was killed; runs in the guard."""
         _end_session(self._process.pid, STARTING_SECONDS if self._awaits_daemons else self._runtime.shutdown_seconds)
         self._end_leftovers()
         self._remove_traces()
@@ -110,7 +110,7 @@ class EngineProcess:
         shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 
     def _end_leftovers(self) -> None:
-        """End what a killed engine may have left."""
+        """Run the engine's cleanup command after the engine was killed."""
         if command := self._runtime.cleanup_command(self._plan):
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)

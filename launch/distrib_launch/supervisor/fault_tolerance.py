@@ -1,7 +1,7 @@
 """Fault tolerance of mode async: the job continues without a worker, and without a server that has a replica.
 
-A server that died is restarted at once; a worker a little later, if another worker runs that never failed. The job is over when the
-workers that never failed have ended.
+A server that died is restarted at once. A worker is restarted after a delay, if another worker runs that never failed. The job is over
+when the workers that never failed have ended.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from distrib_launch.supervisor.rank_exit import RankExit
 from distrib_launch.supervisor.rank_state import JobState, RankState
 
 MAX_RESTARTS = 3
-"""Restarts of one rank where it died; a rank that dies again and again has a defect."""
+"""Limit of one rank's restarts on its host; a rank that dies repeatedly has a defect."""
 
 RESTART_DELAY_SECONDS = 2.0
-"""Delay of a worker's restart: a cause that ends all workers at once shows within it."""
+"""Delay of a worker's restart: a cause that ends all workers ends the job within this time."""
 
 ASYNC_HOST_SILENCE_SECONDS = 30.0
 """Silence after which a host is lost in mode async; its workers may rejoin when it is back."""
 
 
 class ToleranceRules(NamedTuple):
-    """Decisions from the state of a job; pure."""
+    """Rules of the fault tolerance: decisions from the state of a job. Pure."""
 
     plan: LaunchPlan
     exits: Sequence[RankExit]
-    """Of all ranks that have ended."""
+    """Exits of all ranks that have ended."""
     restarted: Set[int] = frozenset()
     """Workers that were restarted."""
 
     @property
     def is_training(self) -> bool:
-        """Whether a worker runs that never failed."""
+        """Return True if a worker runs that never failed."""
         gone = {one.rank for one in self.exits} | self.restarted
         return any(rank.role == "worker" and rank.rank not in gone for rank in self.plan.ranks)
 
     @property
     def is_over(self) -> bool:
-        """Whether only servers and restarted workers run."""
+        """Return True if only servers and restarted workers run."""
         return self.plan.mode == "async" and not self.is_training
 
     @property
     def succeeded(self) -> bool:
-        """Whether a worker reached its end, whatever failed."""
+        """Return True if a worker completed its script, whatever failed."""
         workers = {rank.rank for rank in self.plan.ranks if rank.role == "worker"}
         return self.plan.mode == "async" and not workers.isdisjoint(self._finished)
 
     @property
     def main(self) -> int | None:
-        """Worker that prints and saves: the first that never failed. The parameter servers choose it likewise."""
+        """Return the worker that prints and saves: the first that never failed. The parameter servers apply the same rule."""
         failed = {one.rank for one in self.exits if one.failed} | self.restarted
         return next((rank.rank for rank in self.plan.ranks if rank.role == "worker" and rank.rank not in failed), None)
 
@@ -101,8 +101,8 @@ class ToleranceRules(NamedTuple):
         Args:
             failed: Exit of the rank.
             how: Its message, signal or exit code.
-            restarted: Whether it was restarted; else the job continues without it.
-            was_main: Whether it was the worker that prints and saves.
+            restarted: True if it was restarted; else the job continues without it.
+            was_main: True if it was the worker that prints and saves.
         """
         role = "worker" if self.plan.ranks[failed.rank].role == "worker" else "parameter server"
         what = f"is gone ({how}); the job continues without it"
@@ -126,7 +126,7 @@ class ToleranceRules(NamedTuple):
 
 
 class FaultTolerance:
-    """Restarts ranks that died, or continues without them.
+    """Fault tolerance of a running job: restarts ranks that died, or continues without them.
 
     Args:
         job: State of the job.
@@ -138,25 +138,25 @@ class FaultTolerance:
 
     @property
     def rules(self) -> ToleranceRules:
-        """The rules for the present state of the job."""
+        """Return the rules for the current state of the job."""
         return ToleranceRules(
             self._job.plan, self.exits, {state.plan.rank for state in self._job.ranks if state.first_exit}
         )
 
     @property
     def exits(self) -> list[RankExit]:
-        """Exits of the ranks that have ended."""
+        """Return the exits of the ranks that have ended."""
         return [state.exit for state in self._job.ranks if state.exit]
 
     @property
     def first_exits(self) -> list[RankExit]:
-        """The same, with the first exit of restarted workers: later ones are no failure of theirs."""
+        """Return the same, with the first exit of each restarted worker: only that one counts as its failure."""
         found = [state.first_exit or state.exit for state in self._job.ranks]
         return [one for one in found if one]
 
     @property
     def main(self) -> int | None:
-        """Worker that prints and saves."""
+        """Return the worker that prints and saves."""
         return self.rules.main
 
     def may_rejoin(self, state: RankState) -> bool:
@@ -202,7 +202,7 @@ class FaultTolerance:
         return True
 
     def restart_due(self, now: float) -> None:
-        """Restart a worker whose delay is over, or give it up if it is not reachable or the training has ended.
+        """Restart a worker whose delay is over, or give it up if it is unreachable or the training has ended.
 
         Args:
             now: Monotonic time.
@@ -216,7 +216,7 @@ class FaultTolerance:
                 self._warn(state, restarted=False)
             elif now >= state.restart_at:
                 self.restart(state)
-                return  # it may end the job
+                return  # the restart may have ended the job
 
     def restart(self, state: RankState) -> None:
         """Start the script of a rank again in its agent.
@@ -240,7 +240,7 @@ class FaultTolerance:
                     self._send(state, Kind.EVENT, {"rank": other.plan.rank, "dead": True})
 
     def _notify_servers(self, state: RankState) -> None:
-        """Report to the servers whether a rank is dead, so that none waits for it."""
+        """Report the state of a rank to the parameter servers, so that none waits for a dead one."""
         for server in self._job.ranks:
             if not server.is_worker and not server.exit:
                 self._send(server, Kind.EVENT, {"rank": state.plan.rank, "dead": state.exit is not None})

@@ -17,29 +17,29 @@ from distrib_launch.supervisor import hang_report
 from distrib_launch.supervisor.rank_state import RankState
 
 NOTICE_SECONDS = 600.0
-"""Timeout if the user gave none: the hang is reported once and the job continues. torch's own timeouts are 10 and 30 minutes."""
+"""Timeout without `--hang-timeout`: the hang is reported once and the job continues. torch's own timeouts are 10 and 30 minutes."""
 
 ENDED_SECONDS = 10.0
-"""Silence after which ranks that wait for a rank at the end of its script are reported: it takes part in nothing any more."""
+"""Silence after which ranks are reported that wait for a rank at the end of its script, which calls no collective any more."""
 
 HOPELESS_SECONDS = 60.0
-"""Silence after which a job is ended whose ranks wait for such a rank in calls of the job itself."""
+"""Silence after which the job ends if ranks wait for such a rank in calls of `Job`."""
 
 STARTUP_SECONDS = 120.0
-"""Time after the start in which ranks that import, or compute before any output, do not hang."""
+"""Time after the start in which ranks that import, or compute before any output, do not count as hung."""
 
 STACKS_SECONDS = 3.0
 """Longest wait for the stacks of all ranks; py-spy takes a second."""
 
 CONFIRM_SECONDS = 1.0
-"""Time between two looks that must show the same stacks."""
+"""Time between two stack dumps that must be equal."""
 
 RECHECK_SECONDS = 20.0
-"""Longest check of the network beside a hung job; a host that hangs does not reply."""
+"""Longest check of the network during a hang; a host that hangs does not reply."""
 
 
 class HangDetector:
-    """Takes the stacks of all workers when none makes progress, and reports who waits for whom.
+    """Detector of hangs: takes the stacks of all workers when none makes progress, and reports which ranks wait for which.
 
     Args:
         plan: Plan of the job.
@@ -61,13 +61,13 @@ class HangDetector:
         self._ends_job = bool(timeout_seconds)
         self._timeout_seconds = timeout_seconds or NOTICE_SECONDS
         self._recheck: NetworkRecheck | None = None
-        self._failure: results.Failure | None = None  # by which the job ends when the network was checked
+        self._failure: results.Failure | None = None  # the job ends with it after the check of the network
         self._silent_so_far = True
         self._next_early_seconds = ENDED_SECONDS
         self.start()
 
     def start(self) -> None:
-        """Begin to measure: the scripts start now."""
+        """Begin to measure when the scripts start."""
         self._started = time.monotonic()
         self._reset(self._started)
 
@@ -82,7 +82,7 @@ class HangDetector:
         self._stacks: dict[int, hang_report.Stack] | None = None  # while they are collected
         self._deadline = 0.0
         self._reported = False
-        if self._next_early_seconds < float("inf"):  # else it was reported, and may be as it should
+        if self._next_early_seconds < float("inf"):  # infinite: already reported, and perhaps intended
             self._next_early_seconds = ENDED_SECONDS
         self._early_frames: list[tuple[hang_report.StackFrame, ...]] | None = None
         self._early_reported = False
@@ -100,13 +100,13 @@ class HangDetector:
             )
 
     def close(self) -> None:
-        """Abandon a check of the network that still runs."""
+        """Cancel a check of the network that still runs."""
         if self._recheck:
             self._recheck.close()
             self._recheck = None
 
     def check(self, now: float, ranks: Sequence[RankState]) -> results.Failure | None:
-        """Take the next look if it is due, and report what it shows. Call several times a second.
+        """Request stacks if a check is due, and report a hang when they have arrived. Call several times a second.
 
         Args:
             now: Monotonic time.
@@ -157,7 +157,7 @@ class HangDetector:
     def _on_early_look(
         self, silent_seconds: float, stacks: Sequence[hang_report.Stack], ranks: Sequence[RankState]
     ) -> results.Failure | None:
-        """Report ranks that wait for ranks at the end of their script, if two looks show the same."""
+        """Report ranks that wait for ranks at the end of their script, if two stack dumps are equal."""
         frames = [stack.frames for stack in stacks]
         if not hang_report.wait_for_ended(stacks):
             self._early_frames, self._next_early_seconds = None, 2 * silent_seconds
@@ -184,7 +184,7 @@ class HangDetector:
         ends: bool,
         ends_at: float | None = None,
     ) -> results.Failure | None:
-        """Print the report. Return the failure if the job `ends`; else say that it will after `ends_at` seconds, or continues."""
+        """Print the report. Return the failure if the job `ends`; else announce the end after `ends_at` seconds, if any."""
         lines = hang_report.report_lines(stacks, silent_seconds)
         self._console.say("\n".join(lines))
         if not self._recheck and hang_report.all_wait(stacks) and NetworkRecheck.is_possible(self._plan):
@@ -221,7 +221,7 @@ class HangDetector:
 
 
 class NetworkRecheck:
-    """Preflight of the hosts and the network between them, once more and in a thread, beside a job whose ranks all wait."""
+    """Preflight of the hosts and their network, repeated in a thread while all ranks of the job wait."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
@@ -241,7 +241,7 @@ class NetworkRecheck:
         return len(plan.hosts) > 1 and bool(plan.network) and engines.shell_to_hosts(plan) is not None
 
     def result(self) -> list[str] | None:
-        """Return the problems found, an empty list for none, or None while the check runs."""
+        """Return the problems, an empty list for none, None while the check runs."""
         if self._problems is None and time.monotonic() > self._deadline:
             self._problems = [f"the hosts were checked again, and did not all reply within {RECHECK_SECONDS:.0f} s"]
             self._connections.close()
@@ -250,12 +250,12 @@ class NetworkRecheck:
     def close(self) -> None:
         """End the check."""
         self._connections.close()
-        self._thread.join(1.0)  # not longer: a lost GPU or file system of this machine may hold it up
+        self._thread.join(1.0)  # not longer: a lost GPU or file system of this machine may block the thread
 
     def _check(self) -> None:
         try:
             problems = running_job.recheck(self._plan, self._connections)
-        except Exception as error:  # must not end the job; closing the connections raises, too
+        except Exception as error:  # no error may end the job; closed connections raise as well
             problems = [f"the hosts could not be checked again: {error}"]
         if self._problems is None:
             self._problems = problems

@@ -17,7 +17,7 @@ COLLECTIVE_CALL = re.compile(
     r"recv|send|sendrecv|wait|waitall|probe)\w*\s*\(",
     re.IGNORECASE,
 )
-"""Calls in the source line of a script that wait for other ranks; MPI's are compiled and show no frame of their own."""
+"""Calls in a script's source line that wait for other ranks; MPI's functions are compiled and have no frame."""
 
 GPU_CALL = re.compile(r"\.(item|cpu|cuda|to|tolist|numpy|synchronize|nonzero)\s*\(")
 """Calls that wait for the GPU, which may itself wait for other ranks: the script runs ahead of its collectives."""
@@ -48,12 +48,12 @@ class StackFrame(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def function(self) -> str:
-        """Name without that of its class, which py-spy shows from Python 3.11 on."""
+        """Return the function's name without its class, which py-spy shows from Python 3.11 on."""
         return self.name.rpartition(".")[2]
 
     @property
     def place(self) -> str:
-        """`train.py:41`."""
+        """Return file and line, such as `train.py:41`."""
         return f"{Path(self.filename).name}:{self.line}"
 
     def is_in(self, *files: str) -> bool:
@@ -66,12 +66,12 @@ class StackFrame(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_library(self) -> bool:
-        """Whether the file is not the user's."""
+        """Return True if the file belongs to Python or a library, not to the user."""
         return self.filename.startswith("<") or self.is_in(*LIBRARY_FILES)
 
     @property
     def is_backward(self) -> bool:
-        """Whether this is torch's backward pass, which waits for gradients of other ranks."""
+        """Return True for torch's backward pass, which waits for gradients of other ranks."""
         return self.function == "_engine_run_backward"
 
     def is_named(self, file: str) -> bool:
@@ -92,15 +92,15 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """Last reported step, -1 for none."""
     frames: tuple[StackFrame, ...] = ()
     running: bool = False
-    """Whether the thread had a CPU."""
+    """True if the thread had a CPU."""
     state: str = ""
     """The kernel's letter if a signal or a debugger stopped the process (T, t) or it waits for a disk (D), else empty."""
     gpu: bool = True
-    """Whether the process may use a GPU, which computes while the thread waits."""
+    """True if the process may use a GPU, which computes while the thread waits."""
     problem: str = ""
-    """Why there are no frames."""
+    """Reason why there are no frames; empty if there are."""
     closing: bool = False
-    """Whether the rank reported the end of its script."""
+    """True if the rank reported the end of its script."""
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ IN_EXIT = RankPlace(
 
 
 class _Thread(msgspec.Struct):
-    """Thread as py-spy and `stack_dump` write it."""
+    """Thread in the JSON of py-spy and `stack_dump`."""
 
     thread_name: str | None
     active: bool
@@ -138,7 +138,7 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes, *, closing: bool =
         host: Name of its host.
         step: Last step that it reported, -1 for none.
         dump: Output of `py-spy dump --json`, or an error message.
-        closing: Whether the rank reported the end of its script.
+        closing: True if the rank reported the end of its script.
     """
     try:
         threads = msgspec.json.decode(dump, type=list[_Thread])
@@ -155,7 +155,7 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes, *, closing: bool =
 
 
 def place_of(stack: Stack) -> RankPlace:
-    """Return the activity of one rank, as far as its stack shows it.
+    """Return the activity of one rank as its stack shows it.
 
     Args:
         stack: Stack of the rank.
@@ -183,7 +183,7 @@ def place_of(stack: Stack) -> RankPlace:
 
 
 def _awaited_peers(stack: Stack, inner: Sequence[StackFrame]) -> str:
-    """Return the call of distrib, torch, Horovod or MPI in which a rank waits for others, empty for none."""
+    """Return the call of distrib, torch, Horovod or MPI in which a rank waits for other ranks, empty for none."""
     if any(frame.is_in(*SERVER_FILES) for frame in stack.frames) and not stack.running:
         return "a wait for the parameter servers"
     if _waits_for_average(stack):
@@ -224,7 +224,7 @@ def is_starting(stack: Stack, *, silent: bool) -> bool:
 
     Args:
         stack: Stack of the rank.
-        silent: Whether no rank has printed or reported anything so far; only then computing counts.
+        silent: True if no rank has printed or reported anything so far; only then a rank that computes counts as starting.
     """
     imports = any(frame.filename.startswith("<frozen importlib") for frame in stack.frames)
     return bool(stack.problem) or imports or (silent and stack.running and not place_of(stack).waits)
@@ -245,7 +245,7 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
     slowest = min(stack.step for stack in stacks)
     behind = [stack for stack in stacks if stack.step == slowest]
     if absent:
-        # On GPUs ranks stop anywhere, once the queue of kernels is full.
+        # On GPUs a rank stops at an arbitrary place, as soon as the queue of kernels is full.
         return behind if len(absent) == len(stacks) and all(stack.gpu for stack in stacks) else absent
     groups = _grouped(stacks)
     if len(groups) > 1:
@@ -255,23 +255,23 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
 
 
 def wait_for_ended(stacks: Sequence[Stack]) -> bool:
-    """Return True if all other ranks wait for ranks that are in job.close: nothing can come of it.
+    """Return True if all other ranks wait for ranks that are in `job.close`: they will wait forever.
 
     Args:
         stacks: Stacks of all workers.
     """
     others = [stack for stack in stacks if place_of(stack) != IN_CLOSE]
     ended = max((stack.step for stack in stacks if place_of(stack) == IN_CLOSE), default=-1)
-    # A GPU may still compute what is waited for, but not in a step that the ended ranks have not taken.
+    # A GPU may still compute the awaited result, but not in a step that the ended ranks have not taken.
     return 0 < len(others) < len(stacks) and all(
         _certainly_waits(stack) or (_waits_for_gpu(stack) and stack.step > ended >= 0) for stack in others
     )
 
 
 def wait_for_ended_in_job(stacks: Sequence[Stack]) -> bool:
-    """Return True if all ranks wait in vain in calls that every rank of the job takes part in.
+    """Return True if all other ranks wait in calls that need every rank, and which the ended ranks will not make.
 
-    A collective of the script's own may be one of some ranks only, and a GPU may finish a backward pass by itself.
+    A collective of the script may need only some ranks, and a GPU may finish a backward pass by itself.
 
     Args:
         stacks: Stacks of all workers.
@@ -290,7 +290,7 @@ def _certainly_waits(stack: Stack) -> bool:
 
 
 def all_wait(stacks: Sequence[Stack]) -> bool:
-    """Return True if every rank waits for all others: then the network may have failed.
+    """Return True if every rank waits for other ranks; the network may have failed.
 
     Args:
         stacks: Stacks of all workers.

@@ -1,7 +1,7 @@
-"""Health of the hosts: distinguish a host that vanished from one that is busy or whose packets were lost.
+"""Health of the hosts: distinguish a lost host from one that is busy or whose packets were dropped.
 
-A process may get no CPU for seconds, and a congested network loses several packets in a row. So a host from which nothing arrived for
-a while is probed: connections to its ports are tried. Its kernel accepts or refuses them, and either is a sign of life.
+A process may get no CPU for seconds, and a congested network drops several packets in a row. So the launcher probes a silent host: it
+tries to connect to the host's ports. The host's kernel accepts or refuses the connection; both are signs of life.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SSH_PORT = 22
 
 
 class HostProbe:
-    """Tries to connect to a host until it answers or the time is over.
+    """Probe of one host: tries to connect until the host answers or the time is over.
 
     Args:
         address: Address of the host.
@@ -42,7 +42,7 @@ class HostProbe:
             now: Monotonic time.
 
         Returns:
-            True if the host answered, False if it did not in time, None while this is open.
+            True if the host answered, False if it did not in time, None while the probe runs.
         """
         if self._attempts < PROBE_ATTEMPTS and now - self._begun >= self._attempts * PROBE_INTERVAL_SECONDS:
             target = (self._address, self._ports[self._attempts % len(self._ports)])
@@ -62,7 +62,7 @@ class HostProbe:
         return False if now - self._begun > PROBE_TIMEOUT_SECONDS else None
 
     def _is_answer(self, sock: socket.socket, number: int) -> bool:
-        """Return True for an answer of the host itself; an unreachable network is none. Keep a socket that still waits."""
+        """Return True if the host itself answered, not a router. Keep a socket that still waits."""
         if number == errno.EINPROGRESS:
             self._sockets.append(sock)
             return False

@@ -1,4 +1,4 @@
-"""Authenticated listener of the control channel."""
+"""Listener of the control channel, which authenticates the ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
 from distrib_launch.rank_agent.control_channel import Channel, Kind
 
 MAX_UNAUTHENTICATED = 256
-"""Connections at once that have not shown the token; further ones wait in the kernel's queue."""
+"""Largest number of open connections that have not proven the token; further ones wait in the kernel's queue."""
 
 OnFrame = Callable[[Kind, bytes], None]
 
 
 class ControlListener:
-    """Listens for ranks on a free port of each address.
+    """Listener for ranks on a free port of each address.
 
     Args:
         selector: Selector of the supervisor's loop.
@@ -56,7 +56,7 @@ class ControlListener:
         return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in names)
 
     def drop_unauthenticated(self, now: float) -> None:
-        """Close connections that have not shown the token in time.
+        """Close connections that have not proven the token in time.
 
         Args:
             now: Monotonic time.
@@ -104,7 +104,7 @@ class ControlListener:
             self._drop(channel)
 
     def _pause(self) -> None:
-        if not self._is_paused:  # another socket may have paused all in the same turn
+        if not self._is_paused:  # another socket may have paused all of them in the same turn
             self._is_paused = True
             for listener in self._sockets:
                 self._selector.unregister(listener)

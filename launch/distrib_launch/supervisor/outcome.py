@@ -17,7 +17,7 @@ from distrib_launch.supervisor.rank_exit import RankExit
 from distrib_launch.supervisor.rank_state import JobState
 
 ORPHANED_SECONDS = 30.0
-"""Time in which the daemons of an engine that ended may still end its ranks."""
+"""Time in which the daemons of an engine that has ended may still end their ranks."""
 
 
 class JobOutcome:
@@ -38,7 +38,7 @@ class JobOutcome:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the exits of the ranks do not matter any more."""
+        """Return True if the exits of the ranks do not matter any more."""
         return self._decided is not None
 
     def stop(self, exit_code: int) -> None:
@@ -59,11 +59,11 @@ class JobOutcome:
         self._decided, self._failure = ("failed", 1), failure
 
     def failure_here(self, message: str, *, log: str, host: str = "") -> Failure:
-        """Return a failure of no rank.
+        """Return a failure of the launcher, the engine or a host, not of a rank.
 
         Args:
             message: What failed.
-            log: Path of a file with more about it.
+            log: Path of a file with details.
             host: Host on which it failed, empty for this one.
         """
         return Failure(
@@ -84,10 +84,10 @@ class JobOutcome:
             return ""
         first = self._first
         runtime = engines.get(self._job.plan.engine)
-        exits = [first] if first else self._tolerance.exits  # a script that is stopped may save and end well
+        exits = [first] if first else self._tolerance.exits  # a script that is stopped may save and exit with 0
         if any(one.stopped_by == "engine" or one.signal == signal.SIGTERM for one in exits):
             why = runtime.cancelled(engine_output)
-        elif first and first.lost == "closed":  # as if its rank ended before it had saved
+        elif first and first.lost == "closed":  # Slurm may have killed the rank before it sent its exit record
             why = runtime.cancelled(engine_output, for_a_reason=True)
         else:
             return ""
@@ -166,7 +166,7 @@ class JobOutcome:
         options = strategy.non_default_options(plan.strategy)
         if (
             not options or plan.mode == "async" or any(state.prepared for state in self._job.ranks)
-        ):  # its servers report it
+        ):  # the parameter servers report unused options
             return ""
         return (
             f"{', '.join(options)} changed nothing: the script has given no model that learns to job.prepare "

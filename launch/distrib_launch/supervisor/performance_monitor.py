@@ -16,10 +16,10 @@ from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import LinkUsage, MeasuredPerformance
 
 MIN_SLOWDOWN_FRACTION = 0.15
-"""Relative excess over the predicted step time that is warned of; steps vary by half of it."""
+"""Relative excess over the predicted step time that causes a warning; steps vary by half of it."""
 
 DEFAULT_BYTES_PER_SECOND = 1.25e8
-"""Rate of a link of unknown rate with too little traffic to measure: 1 Gb/s, the slowest usual network."""
+"""Assumed rate of a link with an unknown rate and too little traffic to measure it: 1 Gb/s, the slowest common network."""
 
 MIN_REPORTED_FRACTION = 0.02
 """Fraction of a step that slow computing must cost to be reported."""
@@ -28,14 +28,14 @@ SLOW_LINK_FRACTION = 0.7
 """Fraction of its expected rate below which a link is reported."""
 
 SIMILAR_LINK_FACTOR = 2.0
-"""Links up to so many times as good as the worst are reported with it."""
+"""Ratio to the slowest link up to which links are reported with it."""
 
 MAX_REPORTS_AHEAD = 2
-"""Reports of one rank after which the others are not waited for: in mode async some may be lost."""
+"""Reports of one rank after which the monitor stops waiting for those of other ranks: in mode async reports may be lost."""
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured steps as a rank reports them; rates and sizes by address of the peer."""
+    """Report of measured steps by one rank; rates and sizes are by address of the peer."""
 
     steps: int
     step_seconds: float
@@ -46,7 +46,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PerformanceMonitor:
-    """Collects the reports of the workers.
+    """Monitor of the performance: collects the reports of the workers.
 
     Args:
         plan: Plan of the job.
@@ -93,7 +93,7 @@ class PerformanceMonitor:
 
     @property
     def measured(self) -> MeasuredPerformance | None:
-        """Medians over the whole run, None without reports."""
+        """Return medians over the whole run, None without reports."""
         if self._last is None:
             return None
 
@@ -169,7 +169,7 @@ class PerformanceMonitor:
             return
         forecast = self._plan.forecast
         waits = seen.exposed_seconds / seen.step_seconds if seen.step_seconds else 0.0
-        # The rest of what is lost is data loading or slower ranks.
+        # The other losses are data loading and slower ranks.
         is_most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
         if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and is_most:
             predicted = f" (predicted {forecast.predicted.efficiency:.0%})" if forecast else ""
@@ -251,10 +251,10 @@ class PerformanceMonitor:
 
 
 def slow_links(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
-    """Return the links that are clearly slower than expected, or than the median if nothing is expected, the worst first.
+    """Return the links that are clearly slower than expected, the slowest first. Without expected rates, the median is the reference.
 
-    Links much better than the worst are left out: on a busy host, small messages are slow on every link. So are links as fast as the
-    slowest is expected to be, for which a ring makes all others wait.
+    Links much faster than the slowest are omitted: on a busy host, small messages are slow on every link. Links that reach the lowest
+    expected rate are omitted too: in a ring, all other links wait for that link.
 
     Args:
         links: Rates of all links in use.
@@ -301,7 +301,7 @@ def _lookup(path: str | None) -> Callable[[str, str], tuple[float | None, str]]:
 
     try:
         topology = read_topology(path)
-    except ConfigError:  # it has changed since the job began
+    except ConfigError:  # the topology file has changed since the job began
         return lambda *_: (None, "")
 
     @functools.cache

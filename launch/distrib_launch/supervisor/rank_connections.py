@@ -1,4 +1,4 @@
-"""Connections to the ranks: they are authenticated by the listener, checked against the plan, read and written here."""
+"""Control connections to the ranks: check them against the plan, read and write frames."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DEAD_CONNECTION_SECONDS = 30.0
 
 
 class RankConnections:
-    """The ranks' control connections.
+    """Control connections of all ranks.
 
     Args:
         job: State of the job.
         selector: Selector of the supervisor's loop.
-        health: Told of every sign of life of a host.
+        health: Gets every sign of life of a host.
         on_frame: Called with every frame of a rank.
         on_lost: Called with a rank whose connection ended before its exit record came, the reason, and how it was lost.
         may_return: Returns True for a rank that lost its connection and is restarted if it connects again.
@@ -59,11 +59,11 @@ class RankConnections:
             hello: Its first message.
 
         Returns:
-            The handler of the frames that came along with it.
+            The handler of the frames that arrived with it.
 
         Raises:
             LaunchError: The engine started other ranks than planned.
-            ProtocolError: The rank is connected already, or is not needed any more.
+            ProtocolError: The rank is already connected, or no longer needed.
         """
         job = self._job
         state = self._planned(hello)
@@ -113,7 +113,7 @@ class RankConnections:
         if events & selectors.EVENT_WRITE:
             self._flush(state)
         why = "its connection closed"
-        if not channel.closed:  # as it may be since its hello
+        if not channel.closed:  # it may have closed after its hello
             try:
                 for kind, payload in channel.receive():
                     self._on_frame(state, kind, payload)
@@ -138,7 +138,7 @@ class RankConnections:
             self._flush(state)
 
     def ping(self) -> None:
-        """Measure the clocks of the hosts, by one rank of each."""
+        """Ping one rank of each host to measure the host's clock."""
         for state in self._job.ranks:
             if state.plan.local_rank == 0 and not state.exit:
                 self.send(state, Kind.PING, {"time": time.time()})
@@ -163,14 +163,14 @@ class RankConnections:
         Args:
             state: The rank.
             why: Reason in words.
-            lost: Whether the connection closed or its host fell silent.
+            lost: True if the connection closed or its host fell silent.
         """
         assert state.channel
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(state.channel.sock)
         state.channel.close()
         if lost == "closed" and not self._job.assigned and not self._job.stopping:
-            # The engine ends all ranks if one cannot start; that one is reported when the engine has ended.
+            # If one rank cannot start, the engine ends all ranks; the failure is reported when the engine has ended.
             state.channel = None
             self._job.missing += 1
             return

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import msgspec
 
 Lost = Literal["", "closed", "silence"]
-"""How a rank was lost without an exit record: its connection closed, its host fell silent, or not at all."""
+"""Loss of a rank without an exit record: its connection closed, or its host fell silent; empty: it was not lost."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Uncaught exception of a rank: `message` in one line, `traceback` as Python prints it."""
+    """Uncaught exception of a rank: `message` in one line, and Python's `traceback`."""
 
     message: str
     traceback: str
@@ -29,30 +29,30 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None
     """None if no exit record came."""
     signal: int | None
-    """Signal that ended it; without a record, of the fault that its stderr reports."""
+    """Signal that ended it; without an exit record, the signal of the fault in its stderr."""
     stopped_by: str
-    """`launcher`, `engine` or `lost`; empty if it ended of its own accord."""
+    """`launcher`, `engine` or `lost`; empty if it ended by itself."""
     message: str
     lost: Lost = ""
     consequence: bool = False
-    """Whether it failed because its connection to another rank broke."""
+    """True if it failed because its connection to another rank broke."""
     closing: bool = False
-    """Whether it reported the end of its script."""
+    """True if it reported the end of its script."""
     error: ErrorRecord | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether it did not end with exit code 0."""
+        """Return True if it did not end with exit code 0."""
         return self.exit_code != 0 or self.signal is not None
 
     @property
     def code(self) -> int:
-        """Exit code of the launcher if this is the first failure."""
+        """Return the exit code of the launcher if this is the first failure."""
         return 128 + self.signal if self.signal else self.exit_code or 1
 
     @property
     def how(self) -> str:
-        """`SIGKILL`, `exit code 3` or `no exit record`."""
+        """Return `SIGKILL`, `exit code 3` or `no exit record`."""
         if self.exit_code is None:
             return "no exit record"
         return signal_name(self.signal) if self.signal else f"exit code {self.exit_code}"

@@ -59,7 +59,7 @@ class RankMessages:
                 state.measure_clock(beat["ping"], beat["time"], time.time())
         elif kind is Kind.STATUS:
             for line in payload.splitlines():
-                # A script may write anything into its pipe.
+                # A script may write arbitrary bytes into its status pipe.
                 with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, RecursionError):
                     self._on_status(state, json.loads(line), line)
         elif kind is Kind.STACKS:
@@ -68,7 +68,7 @@ class RankMessages:
             self._keep_result(state, payload)
         elif (
             kind is Kind.EXIT and self._job.assigned
-        ):  # before that, the engine's own output shows why it ended its ranks
+        ):  # before the assignments, the engine's output has the reason why it ended its ranks
             self._on_exit_record(state, json.loads(payload))
 
     def _on_status(self, state: RankState, status: dict[str, Any], line: bytes) -> None:
@@ -119,7 +119,7 @@ class RankMessages:
         Args:
             state: The rank.
             why: Reason in words.
-            lost: Whether its connection closed or its host fell silent.
+            lost: True if its connection closed or its host fell silent.
         """
         stopped_by = "launcher" if self._job.stopping else ""
         fault = None if stopped_by else root_cause.fault_in(root_cause.tail(state.error_log))

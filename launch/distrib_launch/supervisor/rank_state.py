@@ -1,4 +1,4 @@
-"""State of one start of a job, and of each of its ranks, as the supervisor knows it."""
+"""State of one start of a job and of each rank, as known to the supervisor."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RankState:
         self.channel: Channel | None = None
         self.hello: dict[str, Any] = {}
         self.address = ""
-        """From which its agent called."""
+        """Source address of its agent's connection."""
         self.exit: RankExit | None = None
         self.assignment: Assignment | None = None
         self.restarts = 0
         self.deaths = 0
-        """Restarts after which its host had been reachable all the time."""
+        """Number of restarts while its host was reachable."""
         self.restart_at = 0.0
         """Monotonic time of a restart that is due, 0 for none."""
         self.first_exit: RankExit | None = None
@@ -42,11 +42,11 @@ class RankState:
         self.step = -1
         """Last reported step, -1 for none."""
         self.closing = False
-        """Whether it reported the end of its script."""
+        """True if it reported the end of its script."""
         self.independent = False
-        """Whether its script used torch and ended without joining a process group."""
+        """True if its script used torch and ended without joining a process group."""
         self.prepared = False
-        """Whether its script gave a model that learns to `job.prepare`."""
+        """True if its script gave a model that learns to `job.prepare`."""
         self.clock_offset = 0.0
         """Seconds by which the clock of its host is ahead."""
         self._best_round_trip = float("inf")
@@ -55,12 +55,12 @@ class RankState:
 
     @property
     def is_worker(self) -> bool:
-        """False for a parameter server."""
+        """Return True for a worker, False for a parameter server."""
         return self.plan.role == "worker"
 
     @property
     def error_log(self) -> Path:
-        """Log of its stderr."""
+        """Return the path of its stderr log."""
         return self._logs[2]
 
     def write(self, descriptor: int, data: bytes) -> str:
@@ -71,7 +71,7 @@ class RankState:
             data: Output of the script.
 
         Returns:
-            Why the log is not complete, or an empty string.
+            Reason why the log is incomplete; empty if it is complete.
         """
         try:
             if descriptor not in self._files:
@@ -138,7 +138,7 @@ class JobState:
         self.missing = len(self.ranks)
         """Number of ranks that have not connected."""
         self.assigned = False
-        """Whether all ranks have connected and have their assignments."""
+        """True if all ranks have connected and have their assignments."""
         self.stopping = False
         self.failed_at = 0.0
         """Monotonic time of the first failure that ends the job, 0 for none."""
@@ -148,12 +148,12 @@ class JobState:
 
     @property
     def workers(self) -> list[RankState]:
-        """Ranks that run the script."""
+        """Return the ranks that run the script."""
         return [state for state in self.ranks if state.is_worker]
 
     @property
     def all_ended(self) -> bool:
-        """Whether every rank has ended."""
+        """Return True if every rank has ended."""
         return all(state.exit for state in self.ranks)
 
     def warn(self, text: str) -> None:

@@ -35,11 +35,11 @@ RETRY_SECONDS = 5.0
 """Time between two checks of these hosts."""
 
 EARLY_FAILURE_SECONDS = 60.0
-"""A start that fails sooner, without a step and twice with the same error, has a defect that restarts do not mend."""
+"""Time in which a repeated failure counts as a defect: two starts fail earlier, before a step and with the same error."""
 
 
 class CompletedStart(NamedTuple):
-    """A start of the job that has ended."""
+    """Start of the job that has ended."""
 
     plan: LaunchPlan
     result: Result
@@ -47,12 +47,12 @@ class CompletedStart(NamedTuple):
     started: float
     """Unix time."""
     stepped: bool
-    """Whether its script has reported a step."""
+    """True if its script has reported a step."""
     reported: bool = False
-    """Whether its failure was printed."""
+    """True if its failure was printed."""
 
     def report_failure(self, console: Console) -> None:
-        """Print the failure, if there is one that was not printed.
+        """Print the failure, if there is one and it was not printed.
 
         Args:
             console: Terminal of the launcher.
@@ -72,11 +72,11 @@ class CompletedStart(NamedTuple):
 
 
 class _TimeLimitReached(Exception):
-    """The job's time limit is over."""
+    """Error that ends a wait when the job's time limit is over."""
 
 
 class RestartLoop:
-    """Starts a job, and restarts it when it fails.
+    """Loop that starts a job, and restarts it when it fails.
 
     Args:
         options: Options of the launch.
@@ -111,10 +111,10 @@ class RestartLoop:
             The last start; its result covers all starts.
 
         Raises:
-            DistribError: The job could not be started at all.
+            DistribError: The job could not be started.
         """
         self._options = msgspec.structs.replace(self._options, run_dir=plan.run_dir)
-        # SIGUSR1 asks scripts to save; between two starts there are none.
+        # SIGUSR1 requests a checkpoint from the scripts; between two starts there are none.
         with signals.ignored(signal.SIGUSR1):
             ended = self._keep(self._start(plan))
             before: CompletedStart | None = None
@@ -156,7 +156,7 @@ class RestartLoop:
         self._console.say(f"warning: {text}")
 
     def _restart(self, last: CompletedStart) -> CompletedStart:
-        """Restart the job on the healthy hosts, waiting for those that it needs; if none comes of it, restore the files of `last`."""
+        """Restart the job on the healthy hosts, and wait for those that it needs. Restore the files of `last` if that fails."""
         number = len(self._earlier) + 1
         self._console.say(f"restarting the job ({number} of {self._options.max_restarts})")
         deadline, reported = 0.0, ""
@@ -240,13 +240,13 @@ class RestartLoop:
                 self._console.say(f"note: {note}")
 
     def _prepare(self, plan: LaunchPlan, hosts: Sequence[HostPlan]) -> None:
-        """Prepare what the checks of `hosts` need: ssh's configuration and the folder of --sync."""
+        """Prepare the checks of `hosts`: write the ssh configuration and copy the folder of `--sync`."""
         run_dir = Path(plan.run_dir)
         ssh.write_ssh_config(run_dir, plan)
         if plan.sync:
             from distrib_launch.rsync import sync
 
-            # Checkpoints on the hosts may be newer than those here.
+            # Checkpoints on the hosts may be newer than those on this machine.
             keep_newer = self._options.max_restarts > 0
             names = [host.name for host in hosts]
             report = sync(Path(plan.sync), names, plan.ssh, leave_out=[run_dir], keep_newer=keep_newer)
@@ -258,12 +258,12 @@ class RestartLoop:
         if len(self._earlier) == last.plan.restarts:
             self._earlier.append(run_directory.set_aside(run_dir, last.plan.restarts, last.result))
             self._console.say(f"the logs of the start before are in {run_dir / self._earlier[-1].folder}")
-        else:  # a start that failed before its ranks ran has moved them and left files of its own
+        else:  # an earlier start moved the files of `last`, failed before its ranks ran, and left its own files
             run_directory.clear_start(run_dir)
 
 
 def _same_failure(before: CompletedStart, now: CompletedStart) -> bool:
-    """Return True if the scripts of both starts ended early with the same error: a defect, which a restart does not mend."""
+    """Return True if the scripts of both starts ended early with the same error: a defect that a restart does not repair."""
     first, second = before.result.first_failure, now.result.first_failure
     if first is None or second is None or second.exit_code is None or second.signal is not None:
         return False

@@ -1,6 +1,6 @@
-"""Root cause of a failed job: the first failure, and what it died of.
+"""Root cause of a failed job: the rank that failed first, and the reason.
 
-A rank's uncaught exception comes with its exit record. The tail of its stderr is read only for ranks that died otherwise.
+The exit record has a rank's uncaught exception. The tail of its stderr is read only if the rank ended in another way.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from distrib_launch.results import Failure
 from distrib_launch.supervisor.rank_exit import ErrorRecord, RankExit, signal_name
 
 TAIL_BYTES = 64 << 10
-"""End of a rank's stderr that is read."""
+"""Size of the end of a rank's stderr that is read."""
 
 SHOWN_LINES = 20
-"""Last lines of a traceback that the terminal shows."""
+"""Number of last lines of a traceback that the terminal shows."""
 
 CONSEQUENCE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was likely closed|"
@@ -32,7 +32,7 @@ CONSEQUENCE = re.compile(
 """Messages of Gloo, NCCL, torch's store, MPI and Horovod after another rank died."""
 
 NCCL_TIMEOUT = "watchdog caught collective operation timeout"
-"""Message of torch, in lower case, on ranks that waited in vain for a rank in a collective of NCCL."""
+"""Message of torch, in lower case, on ranks whose NCCL collective timed out because a rank did not take part."""
 
 KNOWN_CAUSES = (
     (("torch.outofmemoryerror", "torch.cuda.outofmemoryerror", "cuda out of memory", "hiperroroutofmemory", "'out of memory'"),
@@ -45,18 +45,18 @@ KNOWN_CAUSES = (
     ((NCCL_TIMEOUT,), "not all ranks came to this collective: one was elsewhere, or the network stood still"),
     (("bus error",), "often a /dev/shm that is too small for the DataLoader's workers"),
 )  # fmt: skip
-"""Fragments of error messages in lower case, and what they mean."""
+"""Fragments of error messages in lower case, and their meaning."""
 
 LOST_CHILD = re.compile(
     r'File "[^"]*(?<!torch)/multiprocessing/(?:connection|forkserver|popen_\w+)\.py"|DataLoader worker \(pid.*\) exited unexpectedly'
 )
-"""In the traceback of a rank that lost a process of its own, such as a DataLoader worker."""
+"""Pattern in the traceback of a rank that lost a child process, such as a DataLoader worker."""
 
 OF_CHILD = re.compile(r'File "[^"]*/multiprocessing/\w+\.py", line \d+, in (?:_bootstrap|spawn_main|main)\b')
-"""In the traceback of such a process."""
+"""Pattern in the traceback of such a child process."""
 
 NOISE = re.compile(r"(\[rank\d+\]:)?(\[[IWE]\d{3,4} |\s*(frame #|Exception raised from |$))")
-"""Lines that torch logs whether a rank fails or not (`[W1122 `), and those of a C++ stack."""
+"""Pattern of lines that show no cause: torch's log lines (`[W1122 `), which also occur without a failure, and C++ stacks."""
 
 FAULT = re.compile(
     r"^\[[^\s:]+:\d+\] Signal: [^()\n]+ \((\d+)\)$|^Fatal Python error: (Segmentation fault|Bus error|Illegal instruction)$",
@@ -65,14 +65,14 @@ FAULT = re.compile(
 """Output of Open MPI and of Python's faulthandler in a process that dies of a fault."""
 
 EARLY_MESSAGE_STACK = ("mca_pml_ob1_recv_frag_callback_match", "ompi_mpi_init")
-"""Functions in Open MPI's stack of a rank that received a message in MPI_Init; see `engines.srun.BARRIERS`."""
+"""Functions in Open MPI's stack of a rank that crashed by a message during MPI_Init; see `engines.srun.BARRIERS`."""
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""Signals that a process causes itself."""
+"""Signals of faults in the process itself."""
 
 
 def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
-    """Return the failure that caused the others: the earliest that was not requested and is no consequence of another.
+    """Return the root failure: the earliest that was not requested and is not a consequence of another failure.
 
     Args:
         exits: Exits of all ranks.
@@ -93,7 +93,7 @@ def is_consequence(error: ErrorRecord | None, stderr: str, number: int | None = 
         stderr: Tail of its stderr.
         number: Signal that ended it, None for none.
     """
-    if error and number in (None, signal.SIGABRT, signal.SIGINT):  # it survived what it printed before another signal
+    if error and number in (None, signal.SIGABRT, signal.SIGINT):  # after other signals, the exception was not fatal
         return not _lost_child(error) and bool(CONSEQUENCE.search(f"{error.traceback}\n{error.message}"))
     return bool(CONSEQUENCE.search("\n".join([line for line in stderr.splitlines() if not NOISE.match(line)][-5:])))
 
@@ -121,10 +121,10 @@ def describe_failure(
         exits: Exits of all ranks.
         log: Stderr of that rank.
         interpreter: Python that ran its script.
-        lacks_pythonpath: Whether PYTHONPATH is set for the launcher and not for the rank.
+        lacks_pythonpath: True if PYTHONPATH is set for the launcher and not for the rank.
     """
     stderr = tail(log)
-    # Python exits after an uncaught exception; Gloo's threads may abort a Python that is ending (torch 2.13).
+    # After an uncaught exception Python exits; threads of Gloo may abort it meanwhile (torch 2.13).
     error = None
     if first.exit_code and not first.lost and first.signal in (None, signal.SIGABRT):
         error = first.error or (error_in(stderr) if first.signal is None else None)
@@ -170,7 +170,7 @@ def _signal_cause(first: RankExit, exits: Sequence[RankExit], stderr: str) -> st
             " (the ranks called different collectives: each must make the same calls of all_reduce, barrier and "
             f"step, as often as the others{ended})"
         )
-    # C++ prints what() of the exception that ends a process; hints of torch and a stack may follow.
+    # C++ prints what() of an uncaught exception; hints of torch and a stack may follow.
     what = [line.strip() for line in stderr.splitlines() if line.strip().startswith("what():")]
     last = what[-1] if what else _last_line(stderr)
     return f"; last words: {last}" if last else ""
@@ -202,7 +202,7 @@ def _lost(first: RankExit, exits: Sequence[RankExit]) -> str:
 
 
 def _other_ranks(first: RankExit, exits: Sequence[RankExit], message: str) -> str:
-    """Return which other ranks may be the cause, for a failure that points at one."""
+    """Return a note on the other ranks that may be the cause, if the failure points at them."""
     if NCCL_TIMEOUT in message.lower():
         elsewhere = [one.rank for one in exits if one.stopped_by == "launcher"]
         return f" (still there, and perhaps what they waited for: rank {ranges(elsewhere)})" if elsewhere else ""
@@ -222,7 +222,7 @@ def _lost_child(error: ErrorRecord) -> bool:
 
 
 def _child_error(stderr: str) -> str:
-    """Return what the last process of a rank's own died of, by its traceback in the rank's stderr."""
+    """Return the error of the rank's last child process, from a traceback in the rank's stderr."""
     blocks = _without_rank(stderr).split("Traceback (most recent call last):\n")[1:]
     block = next((block for block in reversed(blocks) if OF_CHILD.search(block)), "")
     headline = next((line for line in block.splitlines() if line and not line[0].isspace()), "")
@@ -269,7 +269,7 @@ def tail(log: Path) -> str:
 
 
 def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: float) -> str:
-    """Return the failure in a few lines, for the end of the terminal's output.
+    """Format the failure in a few lines for the end of the terminal's output.
 
     Args:
         failure: First failure of the job.
@@ -298,7 +298,7 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
 
 def _fate(one: RankExit, failure: Failure) -> str:
     if one.stopped_by:
-        # A rank that is being stopped may have died of the same, as where a module is missing everywhere.
+        # A rank that the launcher stops may have failed by the same error, such as a module that is missing on all hosts.
         same = one.exit_code and one.error and failure.message.startswith(one.error.message)
         return "failed too" if same else "were stopped"
     if one.consequence:

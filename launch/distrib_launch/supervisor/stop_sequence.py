@@ -1,4 +1,4 @@
-"""End of a job: SIGTERM to the workers, then to the servers, and SIGKILL after a grace time."""
+"""Stop sequence of a job: SIGTERM to the workers, then to the servers, and SIGKILL after the grace time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPLY_SECONDS = 3.0
 
 
 class StopSequence:
-    """Stops the ranks of a job; servers go on until the workers have ended, which may still save their state.
+    """Stop of a job's ranks. Servers run until the workers have ended, which may still save the servers' state.
 
     Args:
         job: State of the job.
@@ -29,7 +29,7 @@ class StopSequence:
         self._servers_grace_seconds: float | None = None  # while servers wait for the workers' end
 
     def begin(self, grace_seconds: float) -> None:
-        """Stop the job, or with a shorter grace time than before.
+        """Stop the job; a later call may shorten the grace time.
 
         Args:
             grace_seconds: Time between SIGTERM and SIGKILL.

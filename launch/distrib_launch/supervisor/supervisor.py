@@ -1,6 +1,6 @@
 """Supervise one start of a job: start the engine, wait for the ranks, watch them, stop them and report the outcome.
 
-One thread, one selector. The engine only starts processes; their state is known from the control channel alone.
+One thread with one selector. The engine only starts processes; the control channel alone shows their state.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from distrib_launch.supervisor.rank_state import JobState, RankState
 from distrib_launch.supervisor.stop_sequence import StopSequence
 
 START_SECONDS = 120.0
-"""Time in which the next rank must connect; a cold Python on a network file system is slow."""
+"""Time in which the next rank must connect; Python starts slowly from a network file system without a cache."""
 
 CAUSE_SECONDS = 0.3
 """Wait after the first failure for an earlier one that is still on the network."""
 
 LATE_CAUSE_SECONDS = 2.5
-"""The same while all failed ranks lost only their connections: a host that vanished is noticed later."""
+"""The same while all failed ranks only lost their connections: a lost host is detected later."""
 
 PING_SECONDS = 0.4
 HOST_SILENCE_SECONDS = 1.8
@@ -51,7 +51,7 @@ HOST_SILENCE_SECONDS = 1.8
 
 
 class _NotStarted(Exception):
-    """Ranks of `hosts` did not connect; `error` is raised if the hosts show no reason."""
+    """Error for hosts whose ranks did not connect; `error` is raised if the hosts show no reason."""
 
     def __init__(self, hosts: list[str], error: LaunchError) -> None:
         super().__init__(hosts, error)
@@ -59,7 +59,7 @@ class _NotStarted(Exception):
 
 
 class Supervisor:
-    """Runs one plan to its end.
+    """Supervisor of one start of a job.
 
     Args:
         plan: Plan of the job.
@@ -71,8 +71,8 @@ class Supervisor:
         grace_seconds: Time between SIGTERM and SIGKILL.
         script_input: Standard input of the scripts.
         input_ranks: Ranks that get it, None for all.
-        keep_result: Whether what scripts write to DISTRIB_RESULT_FD is kept.
-        was_checked: Whether preflight has checked the hosts.
+        keep_result: True if what scripts write to DISTRIB_RESULT_FD is kept.
+        was_checked: True if preflight has checked the hosts.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Supervisor:
         self._interrupts = 0
 
     def _send(self, state: RankState, kind: Kind, payload: dict[str, Any] | bytes) -> None:
-        self._connections.send(state, kind, payload)  # made after the parts that need this
+        self._connections.send(state, kind, payload)  # created after the parts that use this method
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Supervisor:
         try:
             with contextlib.closing(self.selector), signals.on_selector(self.selector, numbers, self._on_signal):
                 self._run()
-        except _NotStarted as failed:  # the hosts are asked where a signal can interrupt that
+        except _NotStarted as failed:  # the hosts are queried outside `_run`, where a signal can interrupt the query
             if not self._interrupts:
                 found = running_job.diagnose(self.job.plan, failed.hosts, self.job.console.say)
                 raise found or failed.error from None
@@ -171,7 +171,7 @@ class Supervisor:
         """Handle events until every rank has ended."""
         job, plan = self.job, self.job.plan
         for host in plan.hosts:
-            # Its address in the chosen network is reachable only from that network, and hosts of srun need no sshd.
+            # The address in the chosen network is reachable only from that network, and hosts of srun may have no sshd.
             if host.address and plan.listen and not job.is_local and self._runtime.uses_ssh_daemons:
                 self._health.watch(host.name, host.address, host.port)
         begun = start = time.monotonic()
@@ -186,7 +186,7 @@ class Supervisor:
                 if start == begun:
                     job.console.say(f"{plan.engine} waits for the hosts to be free: {why}")
                 start = now
-            if job.missing < missing:  # of thousands the last may take long
+            if job.missing < missing:  # the last of thousands of ranks may take long
                 missing, start = job.missing, max(start, now)
             if now >= next_ping:
                 self._connections.ping()
@@ -212,7 +212,7 @@ class Supervisor:
                 break
 
     def _check_limits(self, now: float, spent_seconds: float) -> None:
-        """Stop the job if its time is over, it failed, or only ranks run that are not needed any more."""
+        """Stop the job if its time is over, it failed, or only ranks run that are no longer needed."""
         job = self.job
         if self._timeout_seconds and spent_seconds > self._timeout_seconds and not self._outcome.is_decided:
             job.console.say(f"the time limit of {self._timeout_seconds:g} s is over; stopping the job")
@@ -257,7 +257,7 @@ class Supervisor:
     # -- the start ------------------------------------------------------------------------------------------------
 
     def assign(self) -> None:
-        """Tell each rank what to run; all have connected."""
+        """Send the assignments when all ranks have connected."""
         job = self.job
         job.assigned = True
         self._hang_detector.start()
@@ -296,7 +296,7 @@ class Supervisor:
             raise start_failure(job, engine, "the engine ended before every rank had connected")
         if self._outcome.engine_failure:
             return
-        deadline = time.monotonic() + 1.0  # exit records that arrived already show why it ended
+        deadline = time.monotonic() + 1.0  # exit records that have arrived show why it ended
         while self._turn(0) and time.monotonic() < deadline:
             pass
         if job.stopping or job.all_ended:
@@ -305,7 +305,7 @@ class Supervisor:
         causes = [e for e in self.tolerance.exits if e.failed and not e.stopped_by and not e.consequence]
         lost = self._runtime.lost_host(engine.output)
         if job.plan.mode != "async" and code >= 0 and not lost and causes:
-            self._stop.begin(job.grace_seconds)  # it ended because of that rank
+            self._stop.begin(job.grace_seconds)  # the engine ended because of the failed rank
             return
         what = engine_end_text(job, code, lost)
         failure = self._outcome.failure_here(what, log=str(engine.log), host=lost if lost in job.hosts else "")
@@ -324,17 +324,17 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._on_interrupt(number)
-        elif number == signal.SIGUSR1:  # from the user, or from Slurm before its limit: a chance to save
+        elif number == signal.SIGUSR1:  # from the user, or from Slurm before its time limit: scripts may save
             for state in self.job.workers:
                 if not state.exit:
                     self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
 
     def _on_interrupt(self, number: int) -> None:
-        # When a terminal closes, its shell passes one SIGHUP on, and the kernel sends another.
+        # When a terminal closes, its shell forwards one SIGHUP, and the kernel sends another.
         if number == signal.SIGHUP and self._interrupts:
             return
         self._interrupts += 1
-        if not all(state.exit and not state.exit.failed for state in self.job.ranks):  # else it has succeeded
+        if not all(state.exit and not state.exit.failed for state in self.job.ranks):  # otherwise the job has succeeded
             self._outcome.stop(128 + number)
         if self._interrupts == 1:
             self.job.console.say(f"{signal_name(number)}: stopping the job (once more: at once)")
@@ -365,7 +365,9 @@ def start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
         what: What was observed.
     """
     missing = [state for state in job.ranks if state.channel is None]
-    missing = [state for state in missing if not state.hello] or missing  # not those that the engine ended
+    missing = [
+        state for state in missing if not state.hello
+    ] or missing  # without ranks that connected and were then ended by the engine
     hosts = list(dict.fromkeys(state.plan.host for state in missing))
     job.stopping = True
     output = engine.output.strip()
