@@ -21,7 +21,7 @@ Operation = Literal["mean", "sum", "max", "min"]
 MESSAGE_BYTES = 250 << 20
 """The largest message of a broadcast, as in DistributedDataParallel."""
 IS_AVERAGED = "distrib_is_averaged"
-"""The attribute of a tensor that is a mean over the ranks: a gradient that has it needs no all-reduce."""
+"""Attribute of a tensor that is already a mean over the ranks. A gradient with it needs no all-reduce."""
 _NCCL_TYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64,
 }  # fmt: skip
@@ -31,7 +31,7 @@ _WIDER = {
 }
 """By type the one in which a mean is computed, as its sum may overflow."""
 _SENT_AS = {torch.int16: torch.int32}
-"""By type that neither Gloo nor NCCL adds up the one that is sent instead."""
+"""Replacement of types that neither Gloo nor NCCL can sum."""
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -115,7 +115,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
             if dist.get_rank():
                 sizes = [tensor.numel() * tensor.element_size() for tensor in part]
                 for tensor, piece in zip(part, torch.split(message, sizes), strict=True):
-                    # A piece may begin where no element of its type may: the copy of bytes does not mind.
+                    # A piece may start at an unaligned address, which a copy of bytes allows.
                     _copy_bytes(tensor, piece)
 
 
@@ -194,7 +194,7 @@ def publish(topic: str, rank: int, text: str) -> None:
 
 
 def collect_if_complete(topic: str, ranks: Iterable[int]) -> list[str]:
-    """Read what ranks have published, without waiting for them.
+    """Read the texts that ranks have published, without waiting for missing ones.
 
     Args:
         topic: The name under which all ranks publish.
@@ -215,17 +215,26 @@ def _key(topic: str, rank: int) -> str:
     return f"distrib/{topic}/{rank}"
 
 
-# Numbers, and what one rank knows
+# Numbers and objects
 
 
 class ElasticCollectives(Protocol):
-    """Collectives through the parameter servers, among the workers that are alive."""
+    """Collectives over the present workers of an elastic job, through the parameter servers."""
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """Reduce a tensor over the workers."""
+        """Reduce a tensor over the present workers.
+
+        Args:
+            tensor: A tensor of the same shape and type on every rank.
+            op: `mean`, `sum`, `max` or `min`.
+        """
 
     def from_main(self, work: Callable[[], T]) -> T:
-        """Run `work` on the main worker and broadcast its result."""
+        """Call a function on the main worker and broadcast its result.
+
+        Args:
+            work: A function whose result can be pickled.
+        """
 
 
 class JobCollectives:
@@ -259,8 +268,8 @@ class JobCollectives:
             return float(self.all_reduce(number, op))
         result = value.detach().clone(memory_format=torch.contiguous_format)
         if value.dtype is torch.bool and op in ("mean", "sum"):
-            result = result.to(torch.int64)  # how many are true: the sum of truths is one
-        # The sum that a mean is made of may be more than the type of the values can hold.
+            result = result.to(torch.int64)  # the number of True values
+        # The sum from which a mean is computed may exceed the range of the values' type.
         wider = _WIDER.get(value.dtype) if op == "mean" else _SENT_AS.get(value.dtype)
         if wider:
             result = result.to(wider)
@@ -269,7 +278,7 @@ class JobCollectives:
         elif self._world.size > 1:
             dist.all_reduce(result, op=_OPERATIONS[op])
         if op == "mean":
-            if not self._elastic:  # which knows how many are there
+            if not self._elastic:  # the servers know the number of present ranks
                 result = result / self._world.size
             if wider:
                 result = result.to(value.dtype if value.is_floating_point() else torch.get_default_dtype())

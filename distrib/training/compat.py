@@ -36,8 +36,8 @@ def make_fork_safe() -> None:
 def wait_for_gloo_callbacks() -> None:
     """Give Gloo's threads time to free the tensors of the last collectives, for which they take Python's lock.
 
-    Before torch 2.8 destroying their group holds the lock and waits for them, forever (pytorch pull request 154976). A thread that
-    asks for the lock after Python began to exit aborts the process (one exit of four with torch 2.13; pytorch pull request 179291).
+    Before torch 2.8, destroying their group holds the lock and waits for them forever (pytorch pull request 154976). A thread that
+    requests the lock while Python exits aborts the process (one exit of four with torch 2.13; pytorch pull request 179291).
     """
     time.sleep(GLOO_CALLBACK_SECONDS)
 

@@ -55,9 +55,9 @@ class GradientAccumulator:
         self._unit = 1.0
         self._batch_gradients: dict[
             torch.Tensor, tuple[torch.Tensor, int]
-        ] = {}  # what backward made of .grad, and its version
+        ] = {}  # .grad after backward, and its version
         self._accumulated: dict[torch.Tensor, torch.Tensor] = {}
-        self._counted: set[torch.Tensor] = set()  # parameters in whose .grad lies what is kept already
+        self._counted: set[torch.Tensor] = set()  # parameters whose .grad is already accumulated
         self._contributions: dict[torch.Tensor, _Contribution] = {}
         self._merged_models: set[int] = set()
         """Numbers of the models whose accumulated gradients were added to `.grad` in this group."""
@@ -170,9 +170,9 @@ class GradientAccumulator:
         return self._unit if self._batches_done else self._all
 
     def before_step(self) -> None:
-        """Merge what was accumulated of parameters that the last batch does not use.
+        """Merge the accumulated gradients of parameters that the last batch does not use.
 
-        With several ranks it waits for the next group, as it would be this rank's own.
+        With several ranks they wait for the next group, because they would be this rank's only.
         """
         if self.is_last and self._ranks == 1:
             for model in {self.models.get(parameter, -1) for parameter in self._accumulated}:
@@ -205,7 +205,7 @@ class GradientAccumulator:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if not self.is_last and parameter.grad is not None:
-            # A copy: what the script clips or unscales on its way to `step` is clipped and unscaled as a whole later.
+            # A copy: the script may clip or unscale this batch's gradients, but only the sum shall be clipped and unscaled.
             self._batch_gradients[parameter] = parameter.grad.detach().clone(), parameter.grad._version
 
     def _accumulate_batch(self) -> None:
@@ -249,7 +249,7 @@ class _Contribution:
     version: int | None
 
     def was_cleared(self, parameter: torch.Tensor, number: int) -> bool:
-        """Detect that the script has cleared `.grad` before a later pass adds to it; reads values if the version cannot tell.
+        """Detect that the script has cleared `.grad` before a later pass adds to it. Reads values if the version is not sufficient.
 
         Args:
             parameter: The parameter.

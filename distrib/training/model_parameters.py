@@ -84,14 +84,14 @@ def unwrap_model(model: Any) -> Any:
 
 
 def exclude_model(models: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Remove a model from a list, whatever wrappers it has there.
+    """Remove a model from a list, even if it has other wrappers there.
 
     Args:
         models: Prepared models.
         model: The model to remove, wrapped or not.
 
     Returns:
-        The models whose unwrapped module is another one.
+        All models with another unwrapped module.
     """
     return [one for one in models if unwrap_model(one) is not unwrap_model(model)]
 

@@ -30,19 +30,19 @@ class _CheckedStep(NamedTuple):
     parameters: list[torch.Tensor]
     witnesses: list[torch.Tensor]
     all_finite: torch.Tensor
-    """True if all norms are finite; of a late check being copied into host memory."""
+    """True if all norms are finite. In a late check, a GPU may still copy it into host memory."""
     arrived: Any
 
     def is_finite(self) -> bool:
         if self.arrived is not None:
-            self.arrived.synchronize()  # with this step, not with what the GPU was given since
+            self.arrived.synchronize()  # waits for this step only, not for later GPU work
         return bool(self.all_finite)
 
 
 class NanGuard:
-    """Checks the gradients of one optimizer.
+    """Check of one optimizer's gradients for NaN and Inf.
 
-    On a GPU `raise` reports a NaN one step late: to report it in time the script would have to wait for the GPU in each step, as it
+    On a GPU, `raise` reports a NaN one step late. To report it in time, the script would have to wait for the GPU in each step, as it
     does with `skip`.
     """
 
@@ -89,10 +89,10 @@ class NanGuard:
 
     def _keep(self, parameter: torch.Tensor) -> Any:
         def keep(gradient: torch.Tensor | None) -> None:
-            if gradient is None:  # of an output that the loss does not use
+            if gradient is None:  # an output that the loss does not use
                 return
-            # On a CPU itself: a detached one would be averaged with it. On a GPU a copy: CUDA graphs write the next gradient
-            # over this one. The sum of several is no number if one of them is none.
+            # On a CPU the gradient itself: a detached tensor would be averaged with it. On a GPU a copy, because CUDA graphs
+            # overwrite it. A sum of several gradients is NaN if one of them is.
             before, own = self._witnesses.get(parameter), gradient.detach().clone() if gradient.is_cuda else gradient
             self._witnesses[parameter] = own if before is None else before + own
 
@@ -123,8 +123,8 @@ class NanGuard:
             return True
         may_be_late = gradients[0].is_cuda if self._late is None else self._late
         late = self._on_nan == "raise" and may_be_late
-        # A late check finds the gradients overwritten: the maximum is finite exactly if all elements are. The usual
-        # norm, which a CPU computes ten times as fast, may be too large of finite ones, which are looked at again then.
+        # In a late check the gradients are overwritten, so it uses the maximum, which is finite exactly if all elements are.
+        # Otherwise the 2-norm, ten times as fast on a CPU. It may overflow for finite elements, which are then checked one by one.
         norms = _norms(gradients, float("inf") if late else 2)
         seen = _CheckedStep(step, norms, parameters, witnesses, *_all_finite(norms, late=late))
         if late:
@@ -149,7 +149,7 @@ class NanGuard:
         seen, self._pending = self._pending, None
         if seen and not seen.is_finite():
             if alone:
-                self._pending = seen  # for the others, who name the rank when they come to it
+                self._pending = seen  # kept for a collective check, which names the rank
             raise self._error(seen, alone=alone)
 
     def forget(self) -> list[torch.Tensor]:
@@ -180,7 +180,7 @@ class NanGuard:
 
 
 def _real_values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the real values of a gradient; of a sparse one only those it stores."""
+    """Return the real values of a gradient; of a sparse gradient only the stored values."""
     gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
@@ -199,7 +199,7 @@ def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def _all_finite(norms: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, Any]:
-    """Return whether all norms are finite, and the event after which that can be read; None if reading waits."""
+    """Test if all norms are finite. Returns the result, and the event after which it can be read; None if reading waits."""
     all_finite = norms.isfinite().all()
     if not (late and norms.is_cuda):
         return all_finite, None

@@ -32,9 +32,9 @@ _STEPPER = "_distrib_stepper"
 
 
 class OptimizerStepper:
-    """Takes the steps of one optimizer.
+    """Steps of one optimizer: accumulation, gradient checks, update and observers.
 
-    `optimizer.step` is replaced; the optimizer stays the object that schedulers know.
+    `optimizer.step` is replaced. The optimizer stays the object that schedulers reference.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class OptimizerStepper:
             strategy: The strategy of the job.
             batch: Sizes of the present batch.
             observers: Notified of every step; the list may grow.
-            on_nan: What becomes of a step with NaN or infinite gradients.
+            on_nan: Reaction to NaN or infinite gradients: `raise`, `skip` or `ignore`.
         """
         self.optimizer = optimizer
         self.accumulator = GradientAccumulator(optimizer, batch, ranks=strategy.averaged_ranks)
         self.calls = 0
         """Calls of `step()`, also after batches that are only accumulated."""
         self.taken = 0
-        """Steps, also skipped ones."""
+        """Steps so far, skipped ones included."""
         self.skipped = 0
         """Steps that `on_nan="skip"` skipped."""
         self.taking = False
@@ -316,7 +316,7 @@ class OptimizerStepper:
 
     @property
     def is_reporter(self) -> bool:
-        """True if this rank reports what all ranks see, or what it alone sees."""
+        """True if this rank logs messages: rank 0 if all ranks see the same gradients, every rank otherwise."""
         return not self._strategy.averages_gradients or not self._strategy.world.rank
 
     def _report_skipped(self) -> None:

@@ -50,7 +50,7 @@ class PrepareOptions:
 
 
 class Preparer:
-    """Prepares and releases models, optimizers and loaders of one job."""
+    """Preparation and release of a job's models, optimizers and loaders."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Preparer:
         """Create the preparer.
 
         Args:
-            state: What the job trains; filled here.
-            collectives: Those of the job.
+            state: State of the training, which receives prepared models and optimizers.
+            collectives: The job's collectives.
             loaders: Shards the DataLoaders.
-            status: Tells the launcher that a model was prepared.
-            elastic: True in mode async, where the servers compare what ranks prepare.
+            status: Reports to the launcher that a model was prepared.
+            elastic: True in mode async, in which the servers compare the prepared objects of all ranks.
         """
         self._state, self._strategy, self._world = state, state.strategy, state.strategy.world
         self._collectives, self._loaders, self._status, self._elastic = collectives, loaders, status, elastic
@@ -81,24 +81,24 @@ class Preparer:
             (torch.amp.GradScaler, self._prepare_scaler),
             (LRScheduler, _keep),
         ]
-        """The first type that fits counts."""
+        """Handlers by type. The first type of which an object is an instance applies."""
 
     def prepare(self, things: Sequence[Any], options: PrepareOptions) -> list[Any]:
-        """Prepare things in their order. Collective.
+        """Prepare objects in their order. Collective.
 
         Args:
             things: Models, optimizers, DataLoaders, schedulers and GradScalers.
-            options: Those of `Job.prepare`.
+            options: The options of `Job.prepare`.
 
         Returns:
-            What the script uses in their place.
+            The prepared objects, in the same order.
 
         Raises:
-            TrainingError: A thing cannot be prepared, or ranks prepare different things.
+            TrainingError: An object cannot be prepared, or ranks prepare different objects.
         """
         models = [thing for thing in things if isinstance(thing, nn.Module)]
         if self._state.has_released and models:
-            gc.collect()  # what was released may be in reference cycles
+            gc.collect()  # released objects may be in reference cycles
         for model in models:
             _check_model(model)
         self._check_options(options)
@@ -112,7 +112,7 @@ class Preparer:
         return prepared
 
     def pair(self) -> None:
-        """Tell every optimizer which models it trains."""
+        """Inform every optimizer's stepper of the models that it trains."""
         for stepper in self._state.steppers:
             stepper.pair(self._state.models)
 

@@ -1,8 +1,8 @@
 """Rendezvous of the ranks, and the barrier at their end: a store on rank 0, then torch's process group.
 
-Where MPI has started the ranks, rank 0 listens on a free port of the address by which the others reach it, and MPI broadcasts both:
-nothing collides, and the store (which asks for no password) listens on that one address only. Else MASTER_ADDR and MASTER_PORT tell
-where the store is.
+If MPI started the ranks, rank 0 listens on a free port of the address by which other ranks reach it, and MPI broadcasts both. So
+ports cannot collide, and the store, which requires no password, listens on that address only. Otherwise MASTER_ADDR and
+MASTER_PORT give the address of the store.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def wait_for_all_ranks(world: World, *, report: bool) -> None:
 
     Args:
         world: The ranks of the job.
-        report: True to print a note if others take long, as without a launcher.
+        report: True to log a note after `WAITING_NOTICE_SECONDS`, for jobs without a launcher.
 
     Raises:
         RuntimeError: Another rank has exited, or the timeout expired; raised by torch.
@@ -152,18 +152,21 @@ def collective_timeout() -> timedelta:
 
 
 def choose_interface(on_one_host: bool, first: str) -> None:
-    """Names to Gloo and NCCL the network interface that has DISTRIB_ADDRESS, unless the user named one.
+    """Set the network interface of Gloo and NCCL to that of DISTRIB_ADDRESS, unless the user has set one.
 
-    Ranks of one host without that address talk over the loopback interface, whatever the host's name resolves to. On several
-    hosts Gloo takes what the host's name stands for; where that is loopback, as on Debian, it is named the interface that leads
-    to `first`, the address of rank 0's host.
+    Without that address, ranks of one host use the loopback interface. On several hosts Gloo resolves the host name. If it resolves to
+    loopback, as on Debian, Gloo gets the interface of the route to rank 0's host.
+
+    Args:
+        on_one_host: True if all ranks are on this host.
+        first: Address of rank 0's host.
     """
     address = os.environ.get(DISTRIB_ADDRESS) or ("127.0.0.1" if on_one_host else "")
     if address:
         name = interface_of(address)
         if name is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # '=': this name, not every one that begins so
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # '=': exactly this name, not a prefix
         return
     named = resolve(socket.gethostname())
     if not named or named[0].startswith(LOOPBACK):
@@ -215,10 +218,13 @@ def _connect_by_mpi(world: World, timeout: timedelta) -> tuple[Store, str]:
 
 
 def own_address(on_one_host: bool) -> str:
-    """Return the address by which the other ranks reach this host.
+    """Return the address by which other ranks reach this host.
 
     Args:
-        on_one_host: Whether all ranks run on this host.
+        on_one_host: True if all ranks run on this host.
+
+    Returns:
+        DISTRIB_ADDRESS if it is set; 127.0.0.1 on one host; else an address that is not loopback.
 
     Raises:
         TrainingError: The host has only loopback addresses.

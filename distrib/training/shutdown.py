@@ -1,4 +1,4 @@
-"""The end of a job: ranks leave together, and a process that has failed ends at all."""
+"""End of a job: all ranks leave together, and a failed process exits even if a library hangs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ log = get_logger("training")
 FAILED_EXIT_SECONDS = 10.0
 """Longest exit of Python after a failure: destructors of communication libraries may wait for dead peers."""
 UNEQUAL_STEPS_GPU_SECONDS = 60.0
-"""Longest computation of a GPU at the end if ranks took different numbers of steps: it may wait for ranks that never come."""
+"""Longest GPU computation at the end if ranks took different numbers of steps: a GPU may wait for a collective that never comes."""
 
 
 class JobShutdown:
-    """Closes a job: once, by the script, its `with` block or the exit of the interpreter."""
+    """Closing of a job, once: by the script, its `with` block or the exit of the interpreter."""
 
     def __init__(
         self,
@@ -49,21 +49,21 @@ class JobShutdown:
         usage: UsageChecks,
         divergence: DivergenceCheck | None,
     ) -> None:
-        """Close the job when the interpreter exits, unless it is closed before.
+        """Register the close of the job at the exit of the interpreter.
 
         Args:
-            state: What the job trains.
-            collectives: Those of the job.
-            status: Tells the launcher that the rank closes.
-            usage: Ends with the job.
-            divergence: Compares the ranks at close; None if they do not run in step.
+            state: State of the training.
+            collectives: The job's collectives.
+            status: Reports to the launcher that the rank closes.
+            usage: Checks that end with the job.
+            divergence: Compares the ranks at close; None if replicas are not identical.
         """
         self.closed = False
         self._state, self._strategy, self._world = state, state.strategy, state.strategy.world
         self._collectives, self._status, self._usage, self._divergence = collectives, status, usage, divergence
         self._elastic = state.strategy if isinstance(state.strategy, ElasticStrategy) else None
         self._is_waiting = False
-        """True while an error means that another rank has failed: this one has done its part."""
+        """True while an error means that another rank has failed, because this rank has finished its own work."""
         has_others = self._world.size > 1 or self._world.comm is not None
         self._exit_watch = ExitWatch(self._on_exit) if has_others else None
 
@@ -94,7 +94,7 @@ class JobShutdown:
             MPI.Finalize()
 
     def abandon(self) -> None:
-        """Leave without the other ranks: after a failure they may never answer, and MPI's Finalize may hang."""
+        """Leave without the other ranks. After a failure they may never answer, and MPI's Finalize may hang."""
         if self.closed:
             return
         self.closed = True
@@ -124,7 +124,7 @@ class JobShutdown:
                 observer.on_close()
 
     def _detect_unequal_steps(self) -> None:
-        """Raise before this rank waits for its GPU, if that waits for ranks which have taken fewer steps."""
+        """Raise an error before this rank waits for its GPU, if the GPU waits for ranks that have taken fewer steps."""
         with self._waiting():
             wait_for_all_ranks(self._world, report=not self._status.is_read)
             unequal = self._divergence.compare_steps() if self._divergence else ""
@@ -143,7 +143,7 @@ class JobShutdown:
 
     def _wait_for_gpu(self) -> None:
         if self._strategy.device.type == "cuda":
-            torch.cuda.synchronize(self._strategy.device)  # destroying NCCL's group may cut off what is still sent
+            torch.cuda.synchronize(self._strategy.device)  # destroying NCCL's group may abort transfers
 
     def _report_destroyed_group(self) -> None:
         for stepper in self._state.steppers:
@@ -187,13 +187,13 @@ class JobShutdown:
 
 
 class ExitWatch:
-    """Calls a function when the interpreter exits, for scripts that do not close their job.
+    """Call of a function when the interpreter exits, for scripts that do not close their job.
 
-    It notices an uncaught exception and `sys.exit` with a failure, as an `atexit` function is not told the exit code.
+    It detects an uncaught exception and `sys.exit` with a failure. An `atexit` function alone does not get the exit code.
     """
 
     def __init__(self, on_exit: Callable[[bool], None]) -> None:
-        """Begin to watch.
+        """Install the hooks.
 
         Args:
             on_exit: Called with True after a failure.
@@ -237,13 +237,13 @@ class ExitWatch:
 
 
 def succeeded(error: BaseException | None) -> bool:
-    """Judge how a `with` block ended.
+    """Test if a `with` block ended successfully.
 
     Args:
-        error: What it raised.
+        error: The exception of the block, None without one.
 
     Returns:
-        True for nothing, and for SystemExit with success.
+        True without exception, and for SystemExit with success.
     """
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
@@ -257,10 +257,10 @@ def exit_failed() -> NoReturn:
 
 
 def exit_within(seconds: float) -> None:
-    """End this process with exit code 0 if it still runs later: a thread of the script may never end.
+    """End this process with exit code 0 if it still runs after a time: a thread of the script may never end.
 
     Args:
-        seconds: When.
+        seconds: Time until the forced exit.
     """
     timer = threading.Timer(seconds, os._exit, (0,))
     timer.daemon = True

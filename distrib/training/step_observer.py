@@ -1,4 +1,4 @@
-"""The protocol of what follows the steps of a job."""
+"""Observer interface for optimizer steps, epochs and the end of a job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class StepObserver:
-    """Base class of what follows the steps of a job. Override the methods that matter."""
+    """Observer of a job's optimizer steps. Subclasses override the methods that they need."""
 
     def on_gradients_ready(self, optimizer: Optimizer) -> None:
         """Handle the final gradients of a step: averaged, weighted and checked.
@@ -18,7 +18,7 @@ class StepObserver:
         """
 
     def before_step(self) -> None:
-        """Handle an update that is about to be made. Every rank is here, so collectives are allowed at the first one."""
+        """Handle the moment before an update. All ranks call it at the first step, so collectives are allowed then."""
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
         """Handle the end of a call of `optimizer.step()`.
@@ -29,24 +29,30 @@ class StepObserver:
         """
 
     def on_epoch_end(self) -> None:
-        """Handle the end of an epoch of training, after replicas were made identical. Every rank is here."""
+        """Handle the end of an epoch of training, after replicas were made identical. Collectives are allowed."""
 
     def on_close(self) -> None:
-        """Handle the end of the job, after replicas were made identical. Every rank is here."""
+        """Handle the end of the job, after replicas were made identical. Collectives are allowed."""
 
 
 class LastStep(StepObserver):
-    """Records if the last step updated the parameters, for `Job.stepped`."""
+    """Record of the last step, for `Job.stepped`."""
 
     def __init__(self) -> None:
         self._updated: bool | Callable[[], bool] = False
 
     @property
     def updated(self) -> bool:
-        """True if it did. Waits for the GPU if a GradScaler decides."""
+        """True if the last step updated the parameters. Waits for the GPU if a GradScaler decides it."""
         if callable(self._updated):
             self._updated = self._updated()
         return self._updated
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        """Record the result of a step.
+
+        Args:
+            step: Not used.
+            updated: False if the step changed no parameters. A function if only the GPU knows yet.
+        """
         self._updated = updated

@@ -16,7 +16,7 @@ _present = BatchSamples()
 
 
 def use_batch_samples(samples: BatchSamples) -> None:
-    """Use the job's batch sizes as the weight of this rank's loss, whatever the shape of a layer's input.
+    """Use the job's batch sizes as the weight of this rank's loss, independent of the shape of a layer's input.
 
     Args:
         samples: Sizes of the present batch.
@@ -26,11 +26,11 @@ def use_batch_samples(samples: BatchSamples) -> None:
 
 
 def convert_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace batch normalization by one over the samples of all ranks.
+    """Replace batch normalization layers by layers that normalize over the samples of all ranks.
 
     Args:
         model: The script's model.
-        device: On GPUs torch's SyncBatchNorm is used, which refuses CPUs; there `SyncBatchNorm` of this module.
+        device: The device of this rank: torch's SyncBatchNorm on GPUs, `SyncBatchNorm` of this module on CPUs.
 
     Returns:
         The model, changed in place or converted.
@@ -129,11 +129,11 @@ class _Moments(torch.autograd.Function):
         variance = (sums[channels:-1] / total - mean.square()).clamp_(min=0)
         ctx.save_for_backward(input, mean, total)
         ctx.mark_non_differentiable(total)
-        dtype = torch.promote_types(input.dtype, torch.float32)  # in 16 bits a mean would be far off
+        dtype = torch.promote_types(input.dtype, torch.float32)  # a 16-bit mean would be inaccurate
         return mean.to(dtype), variance.to(dtype), total
 
     @staticmethod
-    @once_differentiable  # what the ranks tell each other has no gradient
+    @once_differentiable  # the communication in backward has no gradient
     def backward(ctx: Any, mean_gradient: Any, variance_gradient: Any, _: Any) -> torch.Tensor:
         # Every rank's loss depends on the common moments, so their gradients are added. Each loss is weighted by its samples, as in
         # `distrib.training.gradient_accumulation`, which multiplies by this rank's afterwards.

@@ -66,6 +66,6 @@ def move_to_device(
 
 
 def _is_pinned(batch: torch.Tensor | PackedSequence) -> bool:
-    with contextlib.suppress(RuntimeError, TypeError):  # of kinds of tensors that cannot tell, such as masked ones
+    with contextlib.suppress(RuntimeError, TypeError):  # some tensor types do not support it, such as masked tensors
         return batch.is_pinned()
     return False

@@ -62,7 +62,7 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
     environ = os.environ if environ is None else environ
     planned = RANK in environ and WORLD_SIZE in environ
     if planned and TORCHELASTIC_RUN_ID in environ and DISTRIB_JOB not in environ:
-        return planned_world(environ)  # torchrun's, which MPI or Slurm may have started: its variables are still there
+        return planned_world(environ)  # torchrun may run under MPI or Slurm, whose variables are still set
     if OMPI_SIZE in environ or "PMIX_RANK" in environ:
         try:
             comm, started = _start_mpi(threads)
@@ -142,7 +142,7 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
         The device. A GPU becomes torch's current one.
 
     Raises:
-        TrainingError: There is no such device.
+        TrainingError: The device does not exist.
     """
     environ = os.environ if environ is None else environ
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -173,14 +173,14 @@ def _why_no_cuda() -> str:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, where is_available() says no
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # raises the reason, which is_available() hides
     except (RuntimeError, AssertionError) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return ""
 
 
 def _start_mpi(threads: bool) -> tuple[Any, bool]:
-    """Return MPI.COMM_WORLD, and True if MPI was initialized here: after a failure its own Finalize at exit can hang."""
+    """Return MPI.COMM_WORLD, and True if MPI was initialized here: only then must this library finalize it."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -194,7 +194,7 @@ def _start_mpi(threads: bool) -> tuple[Any, bool]:
 
 
 def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
-    # Of another MPI than that of mpirun, each process would be a world of its own.
+    # With another MPI than mpirun's, each process would have a world of size 1.
     planned_size = _first_integer(environ, WORLD_SIZE, OMPI_SIZE, default=comm.size)
     if planned_size != comm.size:
         name = WORLD_SIZE if WORLD_SIZE in environ else OMPI_SIZE

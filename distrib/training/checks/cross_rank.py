@@ -77,7 +77,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def _describe(thing: Any, names: Mapping[torch.Tensor, str]) -> list[str]:
-    """Describe what must be identical on all ranks: the kind first, then each parameter, buffer or setting."""
+    """Describe the properties that must be identical on all ranks: first the type, then each parameter, buffer or setting."""
     kind = type(thing).__name__
     if isinstance(thing, DataLoader) and not isinstance(thing.dataset, IterableDataset):
         counted: Any = thing.dataset if hasattr(thing.dataset, "__len__") else thing.sampler

@@ -26,11 +26,11 @@ log = get_logger("checks")
 CHECK_EVERY_STEPS = 100
 """Steps between two comparisons: one costs about as much as reading the parameters once."""
 _MAX_RELATIVE_DIFFERENCE = 1e-3
-"""GPUs and CPUs of different kinds round differently, by 1e-7 a step; gradients that are not averaged differ by about the learning rate."""
+"""Tolerance relative to the norm. Rounding differs by 1e-7 per step between devices; missing averages differ by about the learning rate."""
 _INITIAL_FRACTION = 1e-2
-"""The part of the tolerance that is allowed before the first step."""
+"""Fraction of the tolerance that is allowed before the first step."""
 _MIN_RMS = 1e-3
-"""Smaller values are compared as if they had this root mean square: what is close to zero may be so on each rank by itself."""
+"""Least root mean square for the tolerance. Parameters near zero would otherwise differ by rounding alone."""
 _UNKNOWN_NORM = -1.0
 _CAUSES = (
     "replicas diverge. Compute losses with the model that job.prepare returned, change parameters and learning rates equally on every rank "
@@ -98,7 +98,7 @@ def check_initial_values(models: Sequence[nn.Module]) -> None:
 
 
 class DivergenceCheck(StepObserver):
-    """Compares parameters every N steps and when the job closes, and names the rank that differs.
+    """Comparison of parameters between ranks every N steps and when the job closes, which names the rank that differs.
 
     Ranks publish their checksums in the rendezvous store, and rank 0 reads them once all are there: a collective would hang if
     ranks take different numbers of steps.
@@ -114,7 +114,7 @@ class DivergenceCheck(StepObserver):
         self._state, self._world, self._every = state, state.strategy.world, every_steps
         self._steps = 0
         self._pending: dict[int, list[Checksum]] = {}
-        """On rank 0, by number of steps, its checksums that were not compared yet."""
+        """On rank 0: its checksums that were not compared yet, by number of steps."""
         self._has_begun = self._reported = False
 
     def before_step(self) -> None:
@@ -123,6 +123,12 @@ class DivergenceCheck(StepObserver):
             check_initial_values(self._state.models)
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        """Publish this rank's checksums every N steps, and compare those that are complete.
+
+        Args:
+            step: Not used.
+            updated: Not used.
+        """
         before, self._steps = self._steps, self._state.steps
         if self._every and self._steps != before and self._steps % self._every == 0 and not self._reported:
             own = compute_checksums(self._state.replicated_models)

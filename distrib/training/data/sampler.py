@@ -63,7 +63,7 @@ def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool
         wrap: True if the last global batch may continue with the first samples.
 
     Returns:
-        The begin of each global batch, and the end of the last one. With `wrap` the end may exceed `samples`.
+        The start of each global batch, and the end of the last one. With `wrap` the end may exceed `samples`.
 
     Raises:
         TrainingError: A rank would have no batch.

@@ -1,6 +1,6 @@
 """Decision to rebuild a shard that no server holds, from the parameters that workers have. No I/O, no clock.
 
-A server that holds nothing of a shard rebuilds it only if workers have asked for it without a break while every other server
+A server without data of a shard rebuilds it only after continuous requests of workers, and only if every other server
 either refused them or was reported dead. The wait is longer on each further server, so that only one rebuilds the shard.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Set
 
 CONNECT_TIMEOUT_SECONDS = 2.0
-"""Time that a server gets to welcome a worker before the worker asks the next server."""
+"""Time that a server has to accept a worker before the worker tries the next server."""
 
 REBUILD_AFTER_SECONDS = 10.0
-"""Time that workers must have asked. A server with a replica takes over within one message of the launcher, far earlier."""
+"""Duration of continuous requests before a rebuild. A server with a replica takes over far earlier, at a message of the launcher."""
 
 
 class RebuildTimer:
-    """Measures how long workers have asked this server for one shard that it does not hold.
+    """Timer of continuous requests of workers for one shard that this server does not hold.
 
     Args:
         servers: Number of servers.
@@ -25,7 +25,7 @@ class RebuildTimer:
     def __init__(self, servers: int) -> None:
         self.epoch = 0
         """The highest epoch that a worker knows."""
-        self._repeat_seconds = CONNECT_TIMEOUT_SECONDS * (1 + servers)  # within which a worker asks again
+        self._repeat_seconds = CONNECT_TIMEOUT_SECONDS * (1 + servers)  # interval of a worker's requests
         self._requests: dict[int, tuple[float, Set[int]]] = {}
         self._since = 0.0
 
@@ -39,7 +39,7 @@ class RebuildTimer:
             now: Seconds of the monotonic clock.
 
         Returns:
-            Seconds since when workers have asked without a break.
+            Seconds of continuous requests.
         """
         self._requests = {w: r for w, r in self._requests.items() if now - r[0] <= self._repeat_seconds}
         if not self._requests:
@@ -50,5 +50,5 @@ class RebuildTimer:
 
     @property
     def silent(self) -> set[int]:
-        """Servers that have not answered a worker that asks: one of them may be the primary."""
+        """Servers that have not answered a requesting worker. One of them may be the primary."""
         return set().union(*(silent for _, silent in self._requests.values()))

@@ -34,15 +34,7 @@ AWAY_TIMEOUT_SECONDS = 0.5
 
 
 class HostLeader(HostGroup):
-    """This worker's part in its host's group if it is the leader.
-
-    Args:
-        client: This worker's client.
-        push_id: Number under which the servers count the group's pushes.
-        listener: The local socket that members connect to.
-        members: Ranks of all workers of the group, this one among them.
-        synchronous: True if every step needs all workers.
-    """
+    """Host leader: averages the gradients of all workers of its host, pushes the mean and distributes the replies."""
 
     is_leader = True
 
@@ -75,6 +67,11 @@ class HostLeader(HostGroup):
         self.client.loop.watch(self._listener, self._accept)
 
     def tick(self, now: float) -> None:
+        """Remove members that have not connected, and exclude members that have disconnected for too long.
+
+        Args:
+            now: Seconds of the monotonic clock.
+        """
         if now > self._connect_deadline:
             self._connect_deadline = float("inf")
             for worker in self._members - self._connections.keys() - {self.client.rank}:
@@ -90,6 +87,11 @@ class HostLeader(HostGroup):
             connection.close()
 
     def forget_table(self, table: int) -> None:
+        """Drop a table that no worker trains any more.
+
+        Args:
+            table: Number of the table.
+        """
         super().forget_table(table)
         self._aggregators.pop(table, None)
         self._buffers.pop(table, None)
@@ -97,6 +99,12 @@ class HostLeader(HostGroup):
         self._retired.add(table)
 
     def restart(self, table: int, step: int) -> None:
+        """Continue alone after this worker has rejoined the servers; members are excluded. Called by the training thread.
+
+        Args:
+            table: Number of the table.
+            step: The last step, as counted by the servers.
+        """
         self.client.loop.call_soon(lambda: self._restart(table, step))
 
     def _restart(self, table: int, step: int) -> None:

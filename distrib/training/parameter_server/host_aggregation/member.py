@@ -15,14 +15,7 @@ if TYPE_CHECKING:
 
 
 class HostMember(HostGroup):
-    """This worker's part in its host's group if another worker is the leader.
-
-    Args:
-        client: This worker's client.
-        push_id: Number under which the servers count the group's pushes.
-        leader_socket: Name of the leader's local socket.
-        synchronous: True if every step needs all workers.
-    """
+    """Member of a host group: sends its gradients to the host leader instead of the servers."""
 
     def __init__(self, client: ParameterClient, push_id: int, leader_socket: bytes, *, synchronous: bool) -> None:
         super().__init__(client, push_id, synchronous=synchronous)
@@ -42,6 +35,11 @@ class HostMember(HostGroup):
         self._leader.send(Frame(FrameKind.HELLO), encode(self.client.rank))
 
     def tick(self, now: float) -> None:
+        """Do nothing: only the leader has timeouts.
+
+        Args:
+            now: Seconds of the monotonic clock.
+        """
         pass
 
     def close(self) -> None:
