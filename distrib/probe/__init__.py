@@ -1,1 +1,1 @@
-"""Probe: measures all links of a cluster, and diagnoses what is slow."""
+"""Probe: measures all links of a cluster and diagnoses slow hosts and links."""

@@ -1,6 +1,6 @@
 """Rank of a probe: `python -m distrib.probe SPEC`, started by `distrib-topo probe`.
 
-The first rank of each host measures its links. Others, one for each further GPU or slot, take part in collectives only.
+The first rank of each host measures its links. Further ranks, one for each further GPU or slot, take part in collectives only.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _report_wrong_size(started: int, planned: int) -> int:
 
 
 def _init_mpi() -> Any:
-    import mpi4py  # initializes MPI when `MPI` is imported, unless told otherwise
+    import mpi4py  # would initialize MPI when `MPI` is imported
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False

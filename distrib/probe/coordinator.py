@@ -25,16 +25,16 @@ MIN_FAILED_PAIRS = 3
 
 
 class Coordinator:
-    """Runs a probe.
+    """Coordinator of a probe on rank 0: runs its stages and emits the records.
 
     Args:
         comm: MPI communicator of all ranks.
-        worker: Does the tasks of rank 0.
+        worker: Performs the tasks of rank 0.
         spec: The launcher's request.
         hellos: The first message of each rank.
-        emit: Takes each record.
+        emit: Called with each record.
         before: The records of an interrupted probe.
-        timeouts: Those of the coordination.
+        timeouts: Timeouts of the coordination.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Coordinator:
         self._remaining_seconds = 0.0
         self._begun = time.monotonic()
         self.skip_finalize = False
-        """True if ranks exit without MPI_Finalize: those that loaded torch do, and the others must not wait for them."""
+        """True if ranks exit without MPI_Finalize, as ranks that loaded torch do: other ranks must not wait for them."""
 
     @property
     def silent_hosts(self) -> str:

@@ -81,7 +81,7 @@ def opens_rdma() -> bool:
 
 
 def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
-    """Select the fastest active ports of the link layer with the highest total rate; slower ones are for logins.
+    """Select the fastest active ports of the link layer with the highest total rate. Slower ports usually carry logins.
 
     Args:
         ports: Ports of the host.

@@ -165,7 +165,7 @@ class Journal:
         return completed_stages(self.read(), present) if self.done_stages else ()
 
     def resume_input(self, present: Sequence[str]) -> bytes:
-        """Encode what rank 0 needs of earlier records: starts, and links between these hosts without their curves.
+        """Encode the earlier records that rank 0 needs: starts, and links between these hosts without their curves.
 
         Args:
             present: Names of hosts.

@@ -36,7 +36,7 @@ MPI_STREAM_BYTES = 8 << 20
 
 
 class MeasurementRunner:
-    """Turns a measurement into tasks for ranks, and their replies into records.
+    """Runner of measurements: makes tasks for ranks, and records from their replies.
 
     Args:
         hosts: The participants.
@@ -177,7 +177,7 @@ class MeasurementRunner:
         """Measure copies inside all hosts.
 
         Returns:
-            What was not measured, and why.
+            Messages about failed measurements.
         """
         number = self._next_number()
         seconds = self.settings.gpu_copy_seconds
@@ -212,7 +212,7 @@ class MeasurementRunner:
 
         Args:
             stage: The stage.
-            gpudirect: False if NCCL was told to do without GPUDirect RDMA.
+            gpudirect: False if GPUDirect RDMA is disabled in NCCL.
 
         Returns:
             True if all was measured, and notes for the user.
@@ -250,7 +250,7 @@ class MeasurementRunner:
         return not failures, notes
 
     def _gpudirect_used(self, allowed: bool) -> bool | None:
-        """Return True if NCCL may use GPUDirect RDMA, None if there is no hardware for it."""
+        """Return True if NCCL may use GPUDirect RDMA, None without the hardware."""
         names = self.hosts.collective_hosts
         able = all(f.gpus and f.rdma_bytes_per_second for f in self.hosts.facts.values() if f.host in names)
         turned_off = os.environ.get(GPUDIRECT_VARIABLE, "").upper() in GPUDIRECT_OFF_VALUES  # by the user

@@ -46,7 +46,7 @@ def check_output(path: str, listed: HostList, hosts: Collection[str]) -> tuple[M
         chosen = tuple(host for host in listed.hosts if host.name in hosts)
         notes = check_hosts(topology, msgspec.structs.replace(listed, hosts=chosen))  # raises for hosts that it lacks
         if len(chosen) < len(listed.hosts):
-            notes = ()  # the others are left out on purpose
+            notes = ()  # other records are left out on purpose
         earlier = topology.measured
     check_accepts_measurements(path, hosts)
     if earlier is None:

@@ -30,7 +30,7 @@ class Participants:
         on_gpus = tuple(rank for rank, hello in enumerate(hellos) if hello.on_gpu)
         self.has_gpus = bool(on_gpus) or any(facts.gpus for facts in self.facts.values())
         self.collective_ranks = on_gpus or tuple(range(len(hellos)))
-        """The ranks of all-reduces. If some have GPUs, the others cannot take part: NCCL and Gloo do not mix."""
+        """The ranks of all-reduces. If some ranks have GPUs, only these take part: NCCL and Gloo cannot be combined."""
         self.networks = {network.name: network for network in other_networks(tuple(self.facts.values()))}
 
     @property

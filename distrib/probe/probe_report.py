@@ -20,7 +20,7 @@ MAX_RATE_COLUMNS = 16
 
 CELL_WIDTH = 6
 MAX_OUTLIER_FACTOR = 1.5
-"""Rates above this multiple of the 95th percentile are beyond the color scale: a few fast pairs must not darken the others."""
+"""Multiple of the 95th percentile at which the color scale ends. Otherwise a few fast pairs would darken all other pairs."""
 
 SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -164,7 +164,7 @@ def _plain_table(title: str) -> Table:
 
 
 def links_table(measured: Measurements, records: Sequence[Record]) -> Table:
-    """List each transport, load and direction: median, slowest link, latency and variation. It fits 80 columns.
+    """List each transport, load and direction: median, slowest link, latency and variation, in at most 80 columns.
 
     Args:
         measured: The measurements.

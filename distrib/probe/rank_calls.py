@@ -29,11 +29,11 @@ class TaskPerformer(Protocol):
 
 
 class RankCalls:
-    """Sends tasks to ranks, collects replies, and tracks unresponsive ranks.
+    """Task calls from rank 0: sends tasks to ranks, collects replies, and tracks unresponsive ranks.
 
     Args:
         comm: MPI communicator of all ranks.
-        worker: Does the tasks of rank 0.
+        worker: Performs the tasks of rank 0.
         timeouts: Those of the probe.
     """
 
@@ -90,7 +90,7 @@ class RankCalls:
         return replies
 
     def receive(self) -> Iterator[TaskReply]:
-        """Receive the replies that have come, late ones included."""
+        """Receive the replies that have arrived, late ones included."""
         while self._comm.iprobe(tag=REPLY_TAG):
             reply = msgspec.msgpack.decode(self._comm.recv(tag=REPLY_TAG), type=TaskReply)
             self.silent.discard(reply.rank)
@@ -109,12 +109,12 @@ class RankCalls:
             pass
 
     def drain(self) -> None:
-        """Receive late replies and forget them."""
+        """Receive and drop late replies."""
         for _ in self.receive():
             pass
 
     def shut_down(self, *, skip_finalize: bool) -> None:
-        """Tell all ranks to exit.
+        """Send all ranks the request to exit.
 
         Args:
             skip_finalize: True to exit without MPI_Finalize.

@@ -29,7 +29,7 @@ NO_REPLY = "did not reply"
 """Failure of a host from which no reply came in time; its name comes before it."""
 
 LoadPattern = Literal["alone", "together", "bisection", "sharing"]
-"""Traffic during the measurement of a pair. `sharing`: pairs chosen to find a shared link, which say little of the pair itself."""
+"""Traffic during the measurement of a pair. `sharing`: pairs chosen to find a shared link; their rates are not those of the pair."""
 
 
 class GpuPcieLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] = ()
     """Numbers of the physical cores that the host may use, on its machine."""
     cpu_quota: float | None = None
-    """Number of CPUs whose time it may use; None for no limit."""
+    """CPU time per second that its control group allows, in CPUs; None for no limit."""
     interfaces: tuple[Interface, ...] = ()
     rdma_bytes_per_second: float | None = None
     """Total rate of its fastest active ports, either InfiniBand or RoCE; None if there is none."""
@@ -116,12 +116,12 @@ class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     curve: tuple[Point, ...] = ()
     streams: int = 1
     busy: float = 0.0
-    """The busy fraction of CPUs, of the busier host; near 1, they may have been the limit and not the link."""
+    """Busy fraction of the CPUs of the busier host. Near 1, the CPUs may have limited the rate instead of the link."""
     retransmits: int = 0
     path_mtu: int | None = None
     seconds: float = 0.0
     failed: str | None = None
-    """The reason why there is no rate."""
+    """Reason for the failure of the measurement; None if it succeeded."""
 
     @property
     def key(self) -> LinkKey:

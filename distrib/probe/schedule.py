@@ -22,7 +22,7 @@ def round_robin(hosts: int) -> tuple[Round, ...]:
     if hosts < 2:
         return ()
     seats = hosts + hosts % 2
-    # One seat stays, the others rotate around it; the pair with the empty seat of an odd number is left out.
+    # One seat stays, and all other seats rotate around it. With an odd number, the pair with the empty seat is left out.
     made = []
     for turn in range(seats - 1):
         circle = [seats - 1, *((turn + step) % (seats - 1) for step in range(seats - 1))]

@@ -82,7 +82,7 @@ def find_shared_link(
 
 
 class _SidesSearch:
-    """Measures rounds of pairs for the search, as fractions of their rates alone."""
+    """Measurement of rounds of pairs for the search, as fractions of their rates alone."""
 
     def __init__(self, runner: MeasurementRunner, transport: Transport, alone: RatesAlone) -> None:
         self._runner, self._transport, self._alone = runner, transport, alone

@@ -49,7 +49,7 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     alone_seconds: tuple[float, float]
     """Minimum and maximum duration of one direction measured alone."""
     alone_budget_seconds: float
-    """Duration of all directions alone, per transport; as many rounds as fit in it are measured."""
+    """Maximum duration of the measurement of directions alone, per transport. It limits the number of rounds."""
     pings: int
     variation: float
     """Coefficient of variation of the median at which a stream ends early."""
@@ -115,11 +115,11 @@ class DiagnosisLimits(msgspec.Struct, frozen=True, kw_only=True):
     noisy_variation: float = 0.15
     """Coefficient of variation of a noisy link."""
     retransmitted_fraction: float = 0.02
-    """TCP segments sent again, of all, on a lossy link."""
+    """Fraction of retransmitted TCP segments of a lossy link."""
     min_carrier_changes: int = 20
     """Link-down and link-up events of a flapping NIC. Reboots and maintenance cause some."""
     saturated_cpu_fraction: float = 0.9
-    """Above it, busy CPUs may be what concurrent streams share, not a link."""
+    """Busy fraction of CPUs above which the CPUs, not a link, may limit concurrent streams."""
     faster_network_factor: float = 1.25
     """Median rate of another network, over the used one's, at which it is recommended."""
     gpudirect_gain: float = 1.05

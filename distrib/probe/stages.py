@@ -57,7 +57,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 def plan_stages(
     hosts: int, settings: ProbeSettings, primary: Transport, networks: Sequence[str] = ()
 ) -> tuple[Stage, ...]:
-    """List the stages of a probe, links first and the most informative ones before others.
+    """List the stages of a probe, links first, in the order of their information.
 
     Args:
         hosts: Number of hosts.
@@ -88,7 +88,7 @@ def plan_stages(
         found += _alone_stages(hosts, settings, other)
         if settings.concurrent_sizes:
             found += _large_message_stages(hosts, settings)
-        elif hosts > 3:  # of fewer hosts, a round is one pair, which was measured alone
+        elif hosts > 3:  # with fewer hosts a round is a single pair, which was measured alone
             found += _concurrent_stages(hosts, settings, other)
     if settings.collective_sizes:
         seconds = COLLECTIVE_START_SECONDS + settings.collective_seconds
@@ -138,7 +138,7 @@ def _concurrent_stages(hosts: int, settings: ProbeSettings, transport: Transport
     return [
         Stage(
             key=f"together/{transport}/{number}", title=f"all pairs of round {number + 1}, {transport}", transport=transport,
-            load="together" if len(round_) > 1 else "alone",  # of two or three hosts
+            load="together" if len(round_) > 1 else "alone",  # two or three hosts
             phases=(round_, schedule.reverse_round(round_)), seconds=settings.concurrent_seconds,
         )
         for number, round_ in enumerate(schedule.round_robin(hosts))

@@ -151,18 +151,18 @@ class AllReduceBenchmark:
 
 
 def _raise_first_problem(problems: Sequence[str]) -> None:
-    """Raise RuntimeError with the first rank's problem, on every rank: others would wait for that one forever."""
+    """Raise RuntimeError on every rank with the first rank's problem. Otherwise, other ranks would wait forever for the failed one."""
     for problem in filter(None, problems):
         raise RuntimeError(problem)
 
 
 def plan_repetitions(expected_seconds: float, left_seconds: float, larger: Sequence[float]) -> int:
-    """Compute the number of repetitions of a size; 0 if there is no time for it.
+    """Compute the number of repetitions of a size; 0 if the time left is too short.
 
     Args:
         expected_seconds: Expected duration of one repetition.
         left_seconds: Time left for this and larger sizes.
-        larger: The larger sizes as multiples of this one: each that can be reached is to be measured once.
+        larger: The larger sizes as multiples of this one. Time for one repetition of each is reserved.
     """
     wanted = max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(REPEAT_SECONDS / max(expected_seconds, 1e-6))))
     kept = 0.0

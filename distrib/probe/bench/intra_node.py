@@ -43,7 +43,7 @@ def measure_host(
         deadline: Monotonic seconds after which no copy is begun.
 
     Returns:
-        The copies, and what could not be measured.
+        The copies, and messages about failed measurements.
     """
     found = [_measure_memory(host)] if memory else []
     problems: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ def measure_host(
         if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN_GPUS:
             try:
                 torch.cuda.init()  # type: ignore[no-untyped-call]  # raises with the reason
-            except Exception as error:  # DeferredCudaCallError is no RuntimeError
+            except Exception as error:  # DeferredCudaCallError is not a RuntimeError
                 return tuple(found), (f"GPUs: {first_line(error)}",)
         if torch.cuda.is_available():
             links, problems = measure_gpu_copies(
@@ -68,7 +68,7 @@ def _measure_memory(host: str) -> IntraNodeLinkMeasurement:
     """Measure one thread's copies, larger than the caches of most CPUs."""
     source, target = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
     target[:] = source
-    source[:] = target  # memory that was never written is one page of zeros, which fits a cache
+    source[:] = target  # unwritten memory is a single zero page, which is read from the cache
     rates = []
     for _ in range(REPETITIONS):
         begun = time.perf_counter()
@@ -90,11 +90,11 @@ def measure_gpu_copies(
         deadline: Monotonic seconds after which no copy is begun.
 
     Returns:
-        The copies, and what failed and why, such as a GPU whose memory is full.
+        The copies, and messages about failed measurements, such as a GPU with full memory.
     """
     gpus = {f"gpu{number}": index for index, number in enumerate(_gpu_numbers(torch))}
-    buffers: dict[str, tuple[Any, Any, Any]] = {}  # two on the GPU, one in the memory beside it
-    problems: dict[str, str] = {}  # each reason once, with the first place
+    buffers: dict[str, tuple[Any, Any, Any]] = {}  # two buffers on the GPU, one in pinned host memory
+    problems: dict[str, str] = {}  # each reason once, with the first GPU
     for name, index in gpus.items():
         try:
             with _near_gpu(torch, index):

@@ -43,7 +43,7 @@ SINGLE_LARGEST_SECONDS = 0.25
 
 
 class MpiCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """Times measured by the receiver, with a point for each size."""
+    """Transfer times that the receiver measured, with a point for each size."""
 
     latency_seconds: float
     """Half a round trip of 8 bytes."""
@@ -61,7 +61,7 @@ class MessageRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MpiSender:
-    """Sends what the receiver on another rank requests; call `step` until it returns True.
+    """Sender's side of a measurement: answers the requests of an `MpiReceiver`. Call `step` until it returns True.
 
     Args:
         comm: MPI communicator.
@@ -128,7 +128,7 @@ class MpiSender:
 
 
 class MpiReceiver:
-    """Requests and times messages of an `MpiSender` on another rank.
+    """Receiver's side of a measurement: requests messages of an `MpiSender` on another rank and times them.
 
     Args:
         comm: MPI communicator.

@@ -23,7 +23,7 @@ def wait(ready: Callable[[], bool], deadline: float, what: str, *, idle: bool = 
     Args:
         ready: The condition.
         deadline: Monotonic seconds.
-        what: Message of the exception.
+        what: Name of the awaited event, the message of the exception.
         idle: True if waiting may take long: polls then sleep at once, and longer each time.
 
     Raises:

@@ -25,13 +25,13 @@ MEDIAN_ERROR = math.sqrt(math.pi / 2)
 
 
 class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of repetitions. Variations are 0 for a single one."""
+    """Summary of repetitions. Variations are 0 for a single repetition."""
 
     median: float
     variation: float
     """Coefficient of variation (standard deviation over mean) without outliers."""
     median_variation: float
-    """That of the median; more repetitions reduce it."""
+    """Coefficient of variation of the median, which decreases with the number of repetitions."""
     repetitions: int
     outliers: int
 
@@ -62,8 +62,8 @@ def stream_rates(
 ) -> list[float]:
     """Compute the rates of a stream in equal windows of time.
 
-    A shaped link lets a first burst pass faster than later data: what arrived in the first `skip_bytes` or `skip_seconds`,
-    whichever ends later, is left out.
+    A shaped link transfers a first burst faster than later data. So data of the first `skip_bytes` or `skip_seconds`, whichever
+    ends later, does not count.
 
     Args:
         stamps: Times in seconds, each with the bytes that had arrived.

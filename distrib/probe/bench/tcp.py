@@ -37,7 +37,7 @@ SLOW_LINK_FACTOR = 6
 
 WINDOWS = 12
 SKIP_PINGS = 3
-PING, START = b"distrib!", b"go ahead"  # of one length
+PING, START = b"distrib!", b"go ahead"  # equal length
 CHECK_SECONDS = 0.05
 CONNECT_SECONDS = 3.5
 """Timeout of a connection. The kernel repeats SYN after 1 s and 3 s."""
@@ -69,7 +69,7 @@ class SentStream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeListener:
-    """Accepts connections of the probe's other ranks on one address; clients without the token are disconnected.
+    """Listener for connections of the probe's other ranks on one address. Clients without the token are disconnected.
 
     Args:
         address: The local address; the kernel chooses the port.
@@ -201,8 +201,8 @@ def receive_stream(
 ) -> ReceivedStream:
     """Ping over the first connection, then receive a stream.
 
-    Concurrent streams must start together: pings wait in queues that another stream has filled, and data sent after the others
-    ended would have the link alone.
+    Concurrent streams must start together. Pings would wait in queues that another stream has filled, and data sent after the end
+    of the other streams would not share the link.
 
     Args:
         sockets: The connections, which are closed afterwards.

@@ -78,7 +78,7 @@ class DiagnosisInputs:
 
     hosts: tuple[str, ...]
     primary: Transport
-    """The transport by which links are judged."""
+    """The transport whose rates decide about findings."""
     transport: Transport
     facts: Mapping[str, HostFacts]
     pairs: tuple[PairMeasurement, ...]

@@ -79,7 +79,7 @@ def find_nics_below_nominal(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def _best_nominal_fractions(inputs: DiagnosisInputs) -> dict[str, tuple[float, LinkSpec]]:
-    """Return each host's best rate as a fraction of what the slower NIC of the pair should carry, with that NIC."""
+    """Return each host's best rate as a fraction of the nominal rate of the pair's slower NIC, with that NIC."""
     nics = {
         host: nic
         for host, facts in inputs.facts.items()
@@ -87,7 +87,7 @@ def _best_nominal_fractions(inputs: DiagnosisInputs) -> dict[str, tuple[float, L
     }
     classes = rate_classes({host: nic.rate_bytes_per_second for host, nic in nics.items()})
     best: dict[str, tuple[float, LinkSpec]] = {}
-    for record in inputs.rated:  # of any load: a NIC carries no more beside other traffic
+    for record in inputs.rated:  # with or without other traffic, which never increases a rate
         ends = record.source, record.target
         rate = min(classes.get(host, 0.0) for host in ends)
         if not rate or (inputs.transport == "tcp" and rate > ONE_THREAD_BYTES_PER_SECOND):
@@ -143,7 +143,7 @@ def find_unknown_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
     real = {host: _device_names(facts) for host, facts in inputs.facts.items()}
     for host, facts in inputs.facts.items():
         for nic in inputs.configured_nics.get(host, ()):
-            # A container may not see RDMA devices, by whose names InfiniBand NICs go.
+            # InfiniBand NICs have the names of RDMA devices, which a container may not see.
             if facts.interfaces and nic.name.partition(":")[0] not in real[host] and nic.link.kind != "infiniband":
                 absent.setdefault(nic.name, []).append(host)
     for name, hosts in absent.items():

@@ -1,6 +1,6 @@
 """Checks for hosts and links that are slower than comparable ones.
 
-The reference is the median of this cluster, not a catalogue. What falls clearly below it was measured twice.
+The reference is the median of this cluster, not a catalogue. Links clearly below it were measured twice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def find_slow_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
             by_class.setdefault(inputs.host_class(host), {}).setdefault(host, {})[direction] = rate
     for hosts in by_class.values():
         if len(hosts) < 3:
-            continue  # of two hosts it is unknown which one is slow
+            continue  # with two hosts it is unknown which one is slow
         limit, median = slow_limit([max(rates.values()) for rates in hosts.values()])
         for host, rates in hosts.items():
             low = {direction: rate for direction, rate in rates.items() if rate < limit}
@@ -110,7 +110,7 @@ def _rates_at(inputs: DiagnosisInputs, ends: Sequence[str]) -> dict[str, float]:
         if len(rates) < len(ends):
             continue  # with a single peer it is unknown which of the two is slow
         least = LIMITS.slow_fraction * upper_quartile(together.get(host, rates))
-        # The peers that were measured alone may mostly have been slow ones: then the fastest counts.
+        # Most peers that were measured alone may be slow. Then the fastest one counts.
         if shown := [rate for rate in (upper_quartile(rates), max(rates)) if rate >= least]:
             found[host] = shown[0]
     return found
@@ -138,7 +138,7 @@ def _healthy_links(inputs: DiagnosisInputs) -> list[PairMeasurement]:
 
 def _link_classes(inputs: DiagnosisInputs) -> Iterator[tuple[LinkRates, float, float]]:
     """Yield the rates alone of comparable links, the limit below which one is slow and their median; 0 for few links."""
-    # Links were measured again because they looked slow: the median is that of the others.
+    # Links that were measured again looked slow, so the median is that of all other links.
     planned = {(r.source, r.target) for r in inputs.under("alone") if r.stage != "again"}
     classes: dict[float, LinkRates] = {}
     for record in _healthy_links(inputs):

@@ -20,7 +20,7 @@ MAX_LISTED = 6
 
 
 def cpus_saturated(inputs: DiagnosisInputs) -> bool:
-    """Return True if CPUs were busy in most concurrent measurements: these then say nothing about shared links.
+    """Return True if CPUs were busy in most concurrent measurements, which then do not show shared links.
 
     Args:
         inputs: The measurements.
@@ -76,7 +76,7 @@ def _several_uplinks(inputs: DiagnosisInputs) -> Iterator[Finding]:
 
 
 def _concurrent_parts(inputs: DiagnosisInputs) -> tuple[dict[frozenset[str], float], list[list[PairMeasurement]]]:
-    """Return the fraction of its rate alone that each pair kept beside others, and the measurements by phase."""
+    """Return each pair's concurrent rate as a fraction of its rate alone, and the measurements by phase."""
     phases: dict[tuple[str, int], list[PairMeasurement]] = {}
     parts: dict[frozenset[str], float] = {}
     for record in inputs.under("together", "bisection"):

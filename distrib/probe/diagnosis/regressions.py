@@ -23,7 +23,7 @@ LinkPair = tuple[LinkMeasurement, LinkMeasurement]
 
 
 def find_regressions(before: Measurements, now: Measurements) -> tuple[Finding, ...]:
-    """Report what both probes measured in the same manner and what lost a tenth or more.
+    """Report links, copies and collectives that are slower by a tenth or more than in an earlier probe of the same kind.
 
     Args:
         before: The earlier probe.
@@ -64,7 +64,7 @@ def _compared_links(before: Measurements, now: Measurements) -> list[LinkPair]:
             fastest[key] = max(fastest.get(key, 0.0), link.bandwidth_bytes_per_second)
 
     def comparable(old: LinkMeasurement) -> bool:
-        # The shares of a link that others slowed down vary from run to run.
+        # Rates of links that were slowed by concurrent traffic vary from run to run.
         own = min(fastest[host, old.transport, old.network] for host in (old.source, old.target))
         return old.load == "alone" or old.bandwidth_bytes_per_second >= SLOWED * own
 

@@ -31,7 +31,7 @@ def links_to_remeasure(inputs: DiagnosisInputs, limit: int) -> list[tuple[str, s
 
 
 def _suspicious_links(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
-    """Return slow or noisy links, worst first, and links of slow hosts with healthy ones, each host's first link first."""
+    """Return slow or noisy links, worst first, and links between slow and healthy hosts, one of each slow host first."""
     alone = {(record.source, record.target): record for record in inputs.under("alone")}
     if not alone:
         return []
@@ -73,9 +73,9 @@ def concurrent_pairs_slowed(inputs: DiagnosisInputs) -> list[tuple[tuple[str, st
 
 
 def _slowed_neighbours(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
-    """Return neighbours of a ring over all hosts that others slowed down and that were never alone.
+    """Return neighbours of a ring over all hosts that concurrent traffic slowed and that were never measured alone.
 
-    Predictions of ring all-reduce need their rate alone. Measurements that busy CPUs may have slowed are left out.
+    Predictions of ring all-reduce need their rate alone. Measurements that busy CPUs may have slowed do not count.
     """
     slowed = {
         frozenset((record.source, record.target))
@@ -100,7 +100,7 @@ def _slow_alone(inputs: DiagnosisInputs, alone: Mapping[tuple[str, str], PairMea
 
 
 def _slow_beside_others(inputs: DiagnosisInputs) -> tuple[dict[HostEnd, float], LinkRates]:
-    """Return what was slow while all pairs of a round sent, each with its fraction of the usual rate.
+    """Return slow host ends and links of rounds in which all pairs sent, each with its fraction of the usual rate.
 
     Host ends are slow with most peers. Links are slower than the rest of their round and than both hosts usually are.
     """
@@ -112,7 +112,7 @@ def _slow_beside_others(inputs: DiagnosisInputs) -> tuple[dict[HostEnd, float], 
             if inputs.limits_host(record, host):
                 by_end.setdefault((host, sends), []).append(record.bandwidth_bytes_per_second)
         by_round.setdefault((record.stage, record.phase), []).append(record.bandwidth_bytes_per_second)
-    # The higher of two: the lower one may be the slow one.
+    # With two values the higher one, as the lower one may be of a slow link.
     usual = {end: statistics.median_high(rates) for end, rates in by_end.items()}
     links: LinkRates = {}
     for record in records:
@@ -125,7 +125,7 @@ def _slow_beside_others(inputs: DiagnosisInputs) -> tuple[dict[HostEnd, float], 
 
 
 def _slow_ends(inputs: DiagnosisInputs, usual: Mapping[HostEnd, float]) -> dict[HostEnd, float]:
-    """Return host ends below the median of comparable ones, each with its fraction of that."""
+    """Return host ends below the median of comparable host ends, each with its fraction of the median."""
     found: dict[HostEnd, float] = {}
     for own in {inputs.host_class(host) for host, _ in usual}:
         comparable = {end: rate for end, rate in usual.items() if inputs.host_class(end[0]) == own}

@@ -23,7 +23,7 @@ def state_by_parameter(
     Args:
         parameters: The parameters of the table.
         chunks: Its chunks.
-        contents: What the servers sent for each chunk.
+        contents: The servers' reply for each chunk.
 
     Returns:
         The state of each parameter, in the parameter's shape where it has as many elements.

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 TICK_SECONDS = 0.2
 SUSPEND_AFTER_SECONDS = 4.0
-"""Time without a server after which a worker asks the other servers not to wait for it."""
+"""Time without a server after which a worker reports to the other servers that they must not wait for it."""
 
 RESULT_RETENTION_SECONDS = 30.0
 """Time in which a server has written a stored result to its replica and its disk."""
@@ -44,14 +44,12 @@ FAIL_AFTER_SECONDS = 120.0
 
 
 class ServerConnections:
-    """This worker's connections to the primaries of all shards, in a thread of their own, and requests to them.
+    """Connections of this worker to the primaries of all shards, in a separate thread, and requests to them.
 
     Args:
         rank: Rank of this worker.
         addresses: Host and port of every server.
         key: The key of the job.
-        replicas: True if shards have replicas.
-        restarted: True if this worker replaces one that died.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class ServerConnections:
         """Wait for a reply.
 
         Args:
-            future: What `request` returned.
+            future: A result of `request`.
 
         Raises:
             TrainingError: There will be no reply.
@@ -300,7 +298,7 @@ class ParameterClient(ServerConnections):
         self.loop.call_soon(send)
 
     def commit(self, buffers: Iterable[ChunkBuffer], step: int) -> None:
-        """Make final what was pushed of these buffers.
+        """Commit the pushed gradients of some buffers.
 
         Args:
             buffers: The buffers.

@@ -17,8 +17,8 @@ FIRST_CONNECT_TIMEOUT_SECONDS = 1800.0
 class Membership:
     """The workers of one shard.
 
-    Members are the workers that others wait for. A replacement worker was restarted by the launcher: its gradients count, but it
-    is at another place of the script. The main worker prints and saves; it is chosen on shard 0.
+    Members are the workers for which other workers wait. A replacement worker was restarted by the launcher: its gradients count,
+    but it is at another place of the script. The main worker prints and saves; shard 0 chooses it.
 
     Args:
         shard: Number of the shard.

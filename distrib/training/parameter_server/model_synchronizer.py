@@ -17,7 +17,7 @@ from distrib.training.parameter_server.worker_table import WorkerTable
 
 
 class ModelSynchronizer:
-    """Hooks of the prepared models.
+    """Synchronization of the prepared models with the servers, through hooks.
 
     `optimizer.step()` returns before the servers have answered. A module's forward pass waits for the new values of its own
     parameters. Evaluations, checkpoints and copies fetch all values exactly.
@@ -38,7 +38,7 @@ class ModelSynchronizer:
         self._is_main, self._is_replacement = is_main, is_replacement
         self._own_parameters: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._hooked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._first_sums: dict[nn.Module, dict[str, torch.Tensor]] = {}  # of each model's parameters, at its first call
+        self._first_sums: dict[nn.Module, dict[str, torch.Tensor]] = {}  # of parameters at a model's first call
         self._called: dict[WorkerTable, set[nn.Module]] = {}  # modules that ran since a table's last step
         self._root: nn.Module | None = None  # the module that is being saved or loaded
         self._inner: set[nn.Module] = set()  # the modules in it
@@ -201,7 +201,7 @@ class ModelSynchronizer:
                     table.install_values(chunks)
 
     def _after_loading(self, module: nn.Module, _: Any) -> None:
-        """Send main's values to the servers. A replacement worker fetches theirs instead of what it has loaded."""
+        """Send the main rank's values to the servers. A replacement worker fetches the servers' values instead."""
         if module is not self._root:
             return
         self._leave(module)

@@ -41,7 +41,7 @@ class PushedGradients:
         self._pushed.clear()
 
     def unchanged(self) -> set[torch.Tensor]:
-        """Return the parameters whose gradient is what was pushed. Fingerprints show writes through `.data`, too."""
+        """Return the parameters whose gradient has not changed since its push. Fingerprints also detect writes through `.data`."""
         same = [
             (parameter, before)
             for parameter, (gradient, version, before) in self._pushed.items()
@@ -58,7 +58,7 @@ class PushedGradients:
 
 
 class ParameterChangeCheck:
-    """Warns once if the script changes parameters itself, as the servers' values overwrite such changes.
+    """Check for parameters that the script changes itself: warns once, because the servers' values overwrite such changes.
 
     Args:
         parameters: The parameters of the table.

@@ -59,7 +59,7 @@ class ReplicationSource:
         self._tables, self._retired, self._results, self._membership = tables, retired, results, membership
         self.replica: Connection | None = None
         self.required = False
-        """True while replies wait although there is no replica."""
+        """True if replies must wait until a replica is connected."""
         self.run: Callable[[ServerTable, list[Effect]], None] = lambda table, effects: None
         """Carries out effects of a table's update controller."""
 
@@ -184,7 +184,7 @@ class ReplicationSource:
 
 
 class ReplicationTarget:
-    """The replica's side: applies what the primary sends.
+    """Replica's side of the replication: applies the messages of the primary.
 
     Args:
         service: The service of the shard on this server.

@@ -153,7 +153,7 @@ class ParameterServer:
         self.flush()
 
     def on_events(self, peer: _Peer, events: int) -> None:
-        """Read from a connection and send what is queued.
+        """Read from a connection and send queued frames.
 
         Args:
             peer: The connection.
@@ -180,7 +180,7 @@ class ParameterServer:
         self.flush()
 
     def schedule_flush(self, peer: _Peer) -> None:
-        """Send what is queued for a peer with the next `flush`.
+        """Schedule the queued frames of a peer for the next `flush`.
 
         Args:
             peer: The connection.

@@ -1,4 +1,4 @@
-"""A worker's connection to the primary of one shard, which repeats what was not answered after a reconnection."""
+"""Connection of a worker to the primary of one shard, which repeats unanswered requests after a reconnection."""
 
 from __future__ import annotations
 

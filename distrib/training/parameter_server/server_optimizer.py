@@ -196,7 +196,7 @@ class ChunkOptimizer:
         return {"state": own, "momenta": dict(self._momenta), "common_momentum": self._common_momentum}
 
     def restore_full_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `full_state` returned.
+        """Restore a result of `full_state`.
 
         Args:
             state: The state.
@@ -205,7 +205,7 @@ class ChunkOptimizer:
         self._momenta, self._common_momentum = dict(state["momenta"]), state["common_momentum"]
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned. Missing entries begin anew.
+        """Restore a result of `state`. Missing entries are reset.
 
         Args:
             state: The state.

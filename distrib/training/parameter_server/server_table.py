@@ -90,7 +90,7 @@ def as_memoryview(tensor: torch.Tensor) -> memoryview:
     Args:
         tensor: A contiguous tensor in host memory.
     """
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # before Python 3.12 numpy cannot say
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy lacks the annotation before Python 3.12
 
 
 def _serialize(content: dict[str, Any]) -> bytes:
@@ -394,7 +394,7 @@ class ServerTable:
         return _serialize(self.optimizers[chunk].state())
 
     def deserialize(self, chunk: int, data: Any) -> None:
-        """Restore what `serialize` returned.
+        """Restore a result of `serialize`.
 
         Args:
             chunk: Number of the chunk.
@@ -416,6 +416,6 @@ class ServerTable:
 
         Args:
             chunk: Number of the chunk.
-            data: What `optimizer_state` returned, or the same of a checkpoint.
+            data: A result of `optimizer_state`, or the same from a checkpoint.
         """
         self.optimizers[chunk].restore(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))

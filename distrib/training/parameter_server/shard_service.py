@@ -50,7 +50,7 @@ class ShardService:
         self.replication.run = self.requests.run
         self._users: dict[int, set[int]] = {}  # by table, the workers that have not retired it
         self._retired_staleness: Counter[int] = Counter()
-        self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first worker
+        self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for the request of the first worker
 
     @property
     def is_complete(self) -> bool:

@@ -28,7 +28,7 @@ from distrib.training.parameter_server.update_rules import ApplyUpdate, Effect, 
 
 
 class TableRequests:
-    """Handles requests to the tables of one shard, and carries out what their update controllers decide.
+    """Handler of requests to the tables of one shard. Carries out the effects that their update controllers return.
 
     Args:
         tables: The tables of the shard by number, shared with its service.
@@ -46,7 +46,7 @@ class TableRequests:
         self._replication, self._pool = replication, pool
         self._pushers: dict[int, int] = {}  # by push id, the worker that pushed last
         self._pulls: dict[tuple[int, int], list[tuple[int, Frame]]] = {}  # by table and chunk, until it has a value
-        self._memory: dict[tuple[int, int], MappedArena] = {}  # of workers on this host, by worker and table
+        self._memory: dict[tuple[int, int], MappedArena] = {}  # memory of workers on this host, by worker and table
 
     def handle(self, worker: int, frame: Frame, payload: Any) -> None:
         """Handle a request to a table.
@@ -108,7 +108,7 @@ class TableRequests:
         self._memory = {key: memory for key, memory in self._memory.items() if key[1] != number}
 
     def run(self, table: ServerTable, effects: list[Effect]) -> None:
-        """Carry out what a table's update controller has decided.
+        """Carry out the effects that a table's update controller returned.
 
         Args:
             table: The table.

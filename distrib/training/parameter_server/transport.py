@@ -125,7 +125,7 @@ class Outgoing:
 def check_payload_size(
     size: int, hint: str = "use an optimizer that does not need tensors whole, such as AdamW"
 ) -> None:
-    """Check that a payload fits a frame.
+    """Check that a payload does not exceed the size of a frame.
 
     Args:
         size: Bytes.
@@ -250,7 +250,7 @@ class Connection:
     # -- in -------------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Receive what has arrived, up to `READ_TURN_BYTES`."""
+        """Receive the bytes that have arrived, up to `READ_TURN_BYTES`."""
         left = READ_TURN_BYTES
         with contextlib.suppress(BlockingIOError, InterruptedError):
             while left > 0:
@@ -339,7 +339,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(payload: Any) -> Any:
-    """Decode what `encode` returned.
+    """Decode a result of `encode`.
 
     Args:
         payload: Bytes or a buffer.

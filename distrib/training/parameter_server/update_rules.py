@@ -80,11 +80,11 @@ class _ChunkState:
 
 
 class UpdateController:
-    """Decides for the chunks of one server which gradients are applied, and when workers may continue.
+    """Decision which gradients of one server's chunks are applied, and when workers may continue.
 
     Args:
         chunks: Numbers of the chunks.
-        members: Workers that others wait for.
+        members: Workers for which other workers wait.
         max_steps_ahead: Staleness bound S in steps; 0 for synchronous SGD, None for no bound.
     """
 
@@ -252,10 +252,10 @@ class UpdateController:
     # -- replication --------------------------------------------------------------------------------------------------
 
     def set_replicated(self, entry: int | None) -> list[Effect]:
-        """Record how far the replica has followed.
+        """Record the progress of the replica.
 
         Args:
-            entry: Last entry that it has acknowledged; None if there is no replica.
+            entry: Last entry that it has acknowledged; None without a replica.
 
         Returns:
             The replies that may be sent now.
@@ -294,7 +294,7 @@ class UpdateController:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned.
+        """Restore a result of `state`.
 
         Args:
             state: The values, perhaps with keys that JSON has made strings.

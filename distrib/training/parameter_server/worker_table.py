@@ -195,11 +195,11 @@ class WorkerTable(ChunkedParameters):
         self._counts_skipped_steps = counts_skipped_steps
         self._step_has_begun = False
         self._is_eager = True  # False if gradients change between backward and step, as by clipping
-        self._repeat_pushes = False  # True if what was pushed of this step may be outdated
+        self._repeat_pushes = False  # True if the pushed gradients of this step may be outdated
         self._sent_options: list[dict[str, Any]] = list(self.description.options)
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}  # gradients of each chunk
         self._first_values: dict[int, torch.Tensor] = {}
-        self._received: set[int] = set()  # chunks whose buffers have had the servers' value
+        self._received: set[int] = set()  # chunks whose buffers have held the servers' value
         self._pushed: set[int] = set()  # chunks that were pushed in this step
         self._gradients = PushedGradients()
 
@@ -323,7 +323,7 @@ class WorkerTable(ChunkedParameters):
         self._is_eager, self._repeat_pushes = False, True
 
     def check(self) -> None:
-        """Check that the servers hold what a step would change.
+        """Check that the servers hold all parameters that a step would change.
 
         Raises:
             TrainingError: A parameter was frozen or unfrozen after `job.prepare`, or the client has failed.
@@ -417,7 +417,7 @@ class WorkerTable(ChunkedParameters):
         self._begin_step()
         buffer, chunk = self.buffers[number], self.chunks[number]
         if number not in self._pushed:
-            self.install_values([number])  # the reply to the last step, if no forward pass has asked for it
+            self.install_values([number])  # the reply to the last step, unless a forward pass has installed it
             self._pushed.add(number)
         self._copy_gradient(chunk, buffer, empty=empty)
         ready = _wait_for_copy(self.parameters[chunk.pieces[0].parameter])

@@ -53,7 +53,7 @@ class _ChunkRound:
 
 
 class HostAggregator:
-    """Combines the pushes of one host's workers for the chunks of one table, of all servers.
+    """Aggregation of the pushes of one host's workers, for the chunks of one table on all servers.
 
     Args:
         chunks: Numbers of the chunks.

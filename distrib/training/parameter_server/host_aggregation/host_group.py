@@ -1,8 +1,8 @@
 """The workers of one host that push together: their mean gradient crosses the network once.
 
 The lowest rank is the host leader for the whole job. The other workers are members: they connect to the leader's local socket
-and notify it of gradients in memory that both share. If the leader dies, its members push to the servers by themselves. A push
-that was in flight then counts as rejected.
+and notify it of gradients in memory that both share. If the leader fails, its members push to the servers directly. Pushes in
+flight at that time count as rejected.
 
 A worker that is about to wait for other workers (an evaluation, `job.all_reduce`) announces it. If a round is blocked by it, the
 leader excludes the worker, which joins again with its next step.
@@ -42,7 +42,7 @@ class HostTable(NamedTuple):
 
 
 class HostGroup:
-    """This worker's part in its host's group. Lives in the client's thread, unless a method says otherwise.
+    """Membership of this worker in its host group. Methods run in the client's thread, unless documented otherwise.
 
     Args:
         client: This worker's client.
@@ -138,7 +138,7 @@ class HostGroup:
         self._push(push)
 
     def commit(self, buffers: Iterable[ChunkBuffer], step: int) -> None:
-        """Make final what was pushed of these buffers.
+        """Commit the pushed gradients of some buffers.
 
         Args:
             buffers: Buffers of this worker.

@@ -51,14 +51,14 @@ class HostLeader(HostGroup):
         self._listener = listener
         self._members = set(members)
         self._aggregators: dict[int, HostAggregator] = {}
-        self._buffers: dict[int, dict[int, ChunkBuffer]] = {}  # that the mean is pushed from
+        self._buffers: dict[int, dict[int, ChunkBuffer]] = {}  # send buffers of the mean
         self._connections: dict[int, LocalConnection] = {}
-        self._memory: dict[tuple[int, int], MappedArena] = {}  # of the members, by worker and table
+        self._memory: dict[tuple[int, int], MappedArena] = {}  # memory of the members, by worker and table
         self._early: list[
             tuple[LocalConnection, Frame, Any]
         ] = []  # frames of tables that this worker does not have yet
         self._retired: set[int] = set()
-        self._away: dict[int, float] = {}  # workers that wait elsewhere, and since when
+        self._away: dict[int, float] = {}  # workers that wait in another operation, with the start time
         self._connect_deadline = float("inf")
         self._drained: Future[None] | None = None
 
