@@ -1,7 +1,7 @@
 """CPUs, GPUs and threads of each rank of a host.
 
-Every rank computes the shares of all ranks of its host from the same facts and takes its own, so the engine must not have bound them
-before. `--dry-run` shows the shares on this machine. Standard library only.
+Every rank computes the shares of all ranks of its host from the same data and takes its own, so the engine must not bind the ranks
+itself. `--dry-run` shows the shares on this machine. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distrib.utils.cpus import Core, cpu_quota, physical_cores, read_cpu_list
 from distrib.utils.ranges import ranges
 
 BINDINGS = ("auto", "none", "core", "numa")
-"""Values of `--bind`: to cores if that certainly helps, not at all, always to cores, or to NUMA nodes."""
+"""Values of `--bind`: `auto` binds to cores unless containers share the host, `none` never, `core` to cores, `numa` to NUMA nodes."""
 
 
 WSL_DRIVER = "/usr/lib/wsl/lib/libcuda.so.1"
@@ -32,7 +32,7 @@ class LocalGpu(NamedTuple):
 
 
 class HostResources(NamedTuple):
-    """Cores that this process may use, by NUMA node (nodes without any left out), and GPUs of the host."""
+    """Resources of the host: GPUs, and the cores that this process may use, by NUMA node; nodes without cores are omitted."""
 
     nodes: dict[int, tuple[Core, ...]]
     gpus: tuple[LocalGpu, ...] = ()
@@ -41,12 +41,12 @@ class HostResources(NamedTuple):
 
     @property
     def cores(self) -> int:
-        """Number of cores."""
+        """Return the number of cores."""
         return sum(map(len, self.nodes.values()))
 
     @property
     def is_shared(self) -> bool:
-        """True if a CPU limit shows that other containers use its cores, too."""
+        """Return True if a CPU limit shows that other containers use the same cores."""
         return self.quota is not None and self.quota < sum(len(core) for cores in self.nodes.values() for core in cores)
 
 
@@ -71,7 +71,7 @@ def shares(machine: HostResources, gpu_nodes: Sequence[int | None], how: str) ->
     ranks = len(gpu_nodes)
     usable = min(machine.cores, int(machine.quota or machine.cores) or 1)
     unbound = [Share((), max(1, usable // ranks))] * ranks
-    # Ranks bound to the same core cannot move apart, and containers that share a host would choose the same cores.
+    # Ranks that share a core could not move to another one, and containers that share a host would choose the same cores.
     if how == "none" or machine.cores < ranks or (how == "auto" and machine.is_shared):
         return unbound
     near = all(node in machine.nodes for node in gpu_nodes)
@@ -84,7 +84,7 @@ def shares(machine: HostResources, gpu_nodes: Sequence[int | None], how: str) ->
 
 
 Block = tuple[Sequence[Core], int]
-"""Cores, and how many ranks share them."""
+"""Cores, and the number of ranks that share them."""
 
 
 def _near_gpus(machine: HostResources, members: Mapping[int, Sequence[int]], how: str) -> dict[int, Block]:
@@ -102,8 +102,8 @@ def _without_gpus(machine: HostResources, ranks: int, how: str) -> Iterator[Bloc
             own = nodes[rank * len(nodes) // ranks : (rank + 1) * len(nodes) // ranks]
             yield [core for cores in own for core in cores], 1
         return
-    # Each further rank goes where a rank has the most cores, so that the smallest share, which the others wait for, is
-    # as large as can be without crossing from node to node.
+    # Each further rank goes to the node with the most cores per rank. This maximizes the smallest share, whose rank all others wait
+    # for, without dividing a rank between nodes.
     counts = [0] * len(nodes)
     for _ in range(ranks):
         counts[max(range(len(nodes)), key=lambda n: (len(nodes[n]) / (counts[n] + 1), -n))] += 1
@@ -112,7 +112,7 @@ def _without_gpus(machine: HostResources, ranks: int, how: str) -> Iterator[Bloc
 
 
 def _divide(cores: Sequence[Core], ranks: int, how: str) -> Iterator[Block]:
-    """Contiguous blocks that differ by one core at most, or all the cores for everyone."""
+    """Yield a block for each rank: contiguous cores whose numbers differ by one at most, or for `numa` all cores for all ranks."""
     for rank in range(ranks):
         if how == "numa":
             yield cores, ranks
@@ -154,7 +154,7 @@ def share_of(
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """Return the number of NVIDIA GPUs that a process would see, by device files and without the driver.
+    """Return the number of NVIDIA GPUs that a process would see, from the device files and without the driver.
 
     In a Slurm job without GPUs the files exist, but its cgroup forbids them, which access(2) shows.
 
@@ -163,13 +163,13 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     """
     if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = listed_gpus(chosen)
-        # Of the parts of GPUs (MIG) a process sees the first alone, as NVIDIA's user guide of MIG has it.
+        # A process sees only the first MIG device (NVIDIA, Multi-Instance GPU User Guide).
         return 1 if any(name.startswith("MIG-") for name in names) else len(names)
     with contextlib.suppress(OSError):
         files = [f"/dev/{name}" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
         if files:
             return sum(os.access(file, os.R_OK | os.W_OK) for file in files)
-    return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always for one GPU
+    return int(Path(WSL_DRIVER).exists())  # WSL has one device file for all GPUs; nearly all such machines have one
 
 
 def listed_gpus(visible: str) -> list[str]:
@@ -224,7 +224,7 @@ def take_gpus(environ: Mapping[str, str], indices: Sequence[int], visible: int) 
 
 @contextlib.contextmanager
 def bound(cpus: Sequence[int]) -> Iterator[str]:
-    """Bind this thread, and so the processes started in the block, to CPUs. Yield why that failed, or an empty string.
+    """Bind this thread, and so the processes started in the block, to CPUs. Yield the reason of a failure, or an empty string.
 
     Args:
         cpus: CPU numbers; none for no binding.
@@ -280,7 +280,7 @@ def _read_gpus(root: Path) -> tuple[LocalGpu, ...]:
             uuid = found[1]
         if found := re.search(r"Device Minor:\s*(\d+)", text):
             file = root / f"dev/nvidia{found[1]}"
-            if files and not os.access(file, os.R_OK | os.W_OK):  # a container may have files of some
+            if files and not os.access(file, os.R_OK | os.W_OK):  # a container may have only some of the device files
                 continue
         with contextlib.suppress(OSError, ValueError):
             node = int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text())

@@ -1,8 +1,8 @@
 """Rank agent: the process around each rank, `python -m distrib_launch.rank_agent`, started by the engine on every host.
 
-It connects to the launcher, learns what to run, runs it in a session of its own, forwards output and progress, and reports its end.
-When the script ends, the launcher is gone, or the agent itself is killed, every process of the rank ends too. Standard library only, so
-that it starts in milliseconds.
+The agent connects to the launcher, receives its assignment, and runs the script in a session of its own. It forwards output and progress,
+and reports the script's exit. All processes of the rank end with the script, after the loss of the launcher, and if the agent is killed.
+Standard library only, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from distrib_launch.rank_agent.stack_dump import StackDumper
 
 HEARTBEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
-"""Time after which a rank that cannot reach the launcher ends: longer than lost packets, shorter than an orphan."""
+"""Time after which a rank that cannot reach the launcher ends: longer than a few lost packets, short enough to free the host."""
 
 LOST_GRACE_SECONDS = 2.0
 """Time between SIGTERM and SIGKILL if the launcher is lost."""
 
 BUFFER_LIMIT_BYTES = 16 << 20
-"""Output kept for the launcher while the network is slow; beyond it the script waits in its `print`."""
+"""Limit of the output that waits for a slow network; beyond it the script blocks in its `print`."""
 
 DRAIN_SECONDS = 2.0
 """Longest time for the rest of the output of a script that has ended."""
@@ -54,7 +54,7 @@ REJOIN_INTERVAL_SECONDS = 2.0
 
 
 class RankAgent:
-    """One rank's script, and the channel to the launcher."""
+    """Agent of one rank: runs the script and owns the channel to the launcher."""
 
     def __init__(self) -> None:
         environ = dict(os.environ)
@@ -75,7 +75,7 @@ class RankAgent:
         self._script_input: int | None = None
         self._device = ""
         self._stopped_by = ""  # "launcher", "engine" or "lost"
-        self._grace_seconds = 0.0  # if the engine ends the job
+        self._grace_seconds = 0.0  # after a signal from the engine
         self._kill_at = float("inf")
         self._may_return = False  # the job continues without this rank if the launcher is lost
         self._rejoin_at = self._give_up_at = float("inf")
@@ -85,12 +85,12 @@ class RankAgent:
 
     @property
     def _is_away(self) -> bool:
-        """True if it was cut off and has no new assignment since."""
+        """Return True if the rank was cut off and has had no new assignment since."""
         return self._give_up_at < float("inf")
 
     @property
     def _running(self) -> ScriptProcess | None:
-        """The script whose exit record was not sent."""
+        """Return the script whose exit record was not sent yet, None if there is none."""
         return None if self._sent_exit else self._script
 
     def run(self) -> int:
@@ -150,7 +150,7 @@ class RankAgent:
                 if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     self._stop("engine", signal.SIGTERM, self._grace_seconds)
                 elif number in (signal.SIGUSR1, signal.SIGUSR2) and self._script:
-                    self._script.signal(number)  # Slurm's --signal goes to its tasks, which agents are
+                    self._script.signal(number)  # Slurm's --signal reaches the tasks, which are the agents
 
     def _on_messages(self, _: int) -> None:
         is_refusal = True
@@ -160,7 +160,7 @@ class RankAgent:
                     self._keep_input(payload)
                     continue
                 self._obey(kind, json.loads(payload) if payload else {})
-        except OSError:  # the launcher is gone or the network is broken; the engine could pass no message on
+        except OSError:  # the launcher is gone or the network is broken, so a message on stderr would not arrive
             self._channel.closed = True
             is_refusal = False
         except (ProtocolError, ValueError) as error:
@@ -193,7 +193,7 @@ class RankAgent:
             self._done = True
 
     def _keep_input(self, chunk: bytes) -> None:
-        """Keep a part of the script's standard input in memory: there may be no folder to write to."""
+        """Keep a part of the script's standard input in memory: there may be no writable folder."""
         if self._script_input is None:
             self._script_input = os.memfd_create("distrib-input")
         with open(self._script_input, "ab", closefd=False) as file:
@@ -242,7 +242,7 @@ class RankAgent:
     # -- the script ---------------------------------------------------------------------------------------------
 
     def _start(self, assignment: Assignment) -> None:
-        """Run the script, in place of the one before in mode async."""
+        """Run the script; in mode async it may replace one that has ended."""
         if self._script:
             self._script.close()
             self._script = None
@@ -273,7 +273,7 @@ class RankAgent:
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
     def _finish(self, script: ScriptProcess) -> None:
-        """Clear what is left of the script, send the rest of its output, its result and its exit record."""
+        """End the script's remaining processes, send the rest of its output, its result and its exit record."""
         ended = time.time()
         code = script.end()
         deadline = time.monotonic() + DRAIN_SECONDS
@@ -314,7 +314,7 @@ class RankAgent:
         self._flush()
 
     def _flush(self, *, wait: bool = False) -> bool:
-        """Send what the network takes; stop reading the script while too much waits. Return False if the launcher is lost."""
+        """Send as much as the network accepts; stop reading the script while too much waits. Return False if the launcher is lost."""
         if self._channel.closed:
             return False
         try:
@@ -337,7 +337,7 @@ class RankAgent:
         return True
 
     def _send_pending(self) -> None:
-        """Raise OSError if the launcher is lost."""
+        """Send queued frames. Raises OSError if the launcher is lost."""
         if self._silence.too_long():
             raise TimeoutError
         self._channel.flush()

@@ -29,7 +29,7 @@ CONNECT_SECONDS = 20.0
 
 HEADER = struct.Struct("!IB")
 PAYLOAD_LIMIT_BYTES = 4 << 20
-"""No frame is larger; a header that announces more is an attack or a bug."""
+"""Largest payload of a frame; a header with a larger size is an attack or a bug."""
 
 
 class Kind(enum.IntEnum):
@@ -54,15 +54,15 @@ class Kind(enum.IntEnum):
 
 
 class Assignment(NamedTuple):
-    """Payload of ASSIGN: what a rank agent runs, and how."""
+    """Payload of ASSIGN: command, environment and limits of a rank's script."""
 
     command: list[str]
     is_python: bool
-    """True if `command` is a Python interpreter and what it runs; `run_script` runs it then."""
+    """True if `command` is a Python interpreter with a script or module, which `run_script` then runs."""
     directory: str
     environment: dict[str, str]
     device: str
-    """`cpu`, `cuda:N`, or `auto` for the GPU of its local rank where it sees one."""
+    """`cpu`, `cuda:N`, or `auto` for the GPU of the local rank if there is one, else the CPU."""
     tag: str
     """Value of DISTRIB_PROCESS_TAG, by which the processes of the rank are found."""
     gpus: list[int] | None
@@ -74,13 +74,13 @@ class Assignment(NamedTuple):
     """Time between SIGTERM and SIGKILL when the engine ends the job."""
     host_timeout_seconds: float
     may_return: bool
-    """True if the job continues without the rank if the launcher is lost."""
+    """True if the job continues without a rank that lost the launcher."""
     keep_result: bool
     """True if what the script writes to DISTRIB_RESULT_FD is sent to the launcher."""
 
 
 class Channel:
-    """One end of a control connection: signed frames over a non-blocking socket that the owner selects on.
+    """End of a control connection: signed frames over a non-blocking socket that the owner selects on.
 
     `receive` yields complete, verified frames. `send` queues a frame, `flush` writes as much as the socket accepts.
     After `ProtocolError` or `OSError` the connection must be closed.
@@ -106,12 +106,12 @@ class Channel:
 
     @property
     def proven(self) -> bool:
-        """True once the peer has proven that it knows the token; frames can be sent from then on."""
+        """Return True once the peer has proven that it knows the token; frames can be sent from then on."""
         return self._handshake.proven
 
     @property
     def waiting_bytes(self) -> int:
-        """Number of bytes that `flush` has still to write."""
+        """Return the number of bytes that `flush` has still to write."""
         return len(self._out)
 
     def send(self, kind: Kind, payload: bytes | dict[str, Any] = b"") -> None:
@@ -144,8 +144,8 @@ class Channel:
     # -- in -----------------------------------------------------------------------------------------------------
 
     def receive(self) -> Iterator[tuple[Kind, bytes]]:
-        """Read what has arrived and yield its frames; set `closed` if the peer has closed the connection."""
-        for _ in range(16):  # a fast sender must not starve the others
+        """Read the bytes that have arrived and yield their frames; set `closed` if the peer has closed the connection."""
+        for _ in range(16):  # a fast sender must not starve the other connections
             try:
                 data = self.sock.recv(1 << 18)
             except (BlockingIOError, InterruptedError):
@@ -223,7 +223,7 @@ def connect_to_launcher(addresses: str, token: str) -> Channel:
                 continue
             return Channel(sock, token, listener=False)
         time.sleep(0.2)
-    hint = " --interface chooses another network" if OMPI_RANK in os.environ else ""  # with srun it does not
+    hint = " --interface chooses another network" if OMPI_RANK in os.environ else ""  # not with srun
     raise SystemExit(
         f"distrib: {socket.gethostname()} cannot reach the launcher at {addresses} ({last}); "
         f"is a firewall between them?{hint}"
@@ -233,7 +233,7 @@ def connect_to_launcher(addresses: str, token: str) -> Channel:
 def reserve_port() -> socket.socket:
     """Bind a free port for the script's rendezvous, without listening.
 
-    With SO_REUSEADDR on both sides the script can bind it, while the kernel gives it to no process that asks for any free port.
+    With SO_REUSEADDR on both sides the script can bind the port. The kernel gives it to no process that requests a free port.
     """
     sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -244,10 +244,10 @@ def reserve_port() -> socket.socket:
 
 
 def set_dead_peer_timeout(sock: socket.socket, seconds: float) -> None:
-    """Have the kernel fail a connection whose bytes stay unacknowledged, or unread.
+    """Set the time after which the kernel fails a connection whose bytes stay unacknowledged or unread.
 
-    The peer's kernel acknowledges even while its processes get no CPU, so this distinguishes a lost host or network from a busy one, which
-    heartbeats between processes cannot. Only for small messages: to the kernel, a peer that reads nothing is lost, too.
+    The peer's kernel acknowledges even while its processes get no CPU. So the timeout distinguishes a lost host or network from a busy
+    host; heartbeats between processes cannot. It is only for small messages: the kernel also treats a peer that reads nothing as lost.
 
     Args:
         sock: A connected socket.
@@ -257,10 +257,10 @@ def set_dead_peer_timeout(sock: socket.socket, seconds: float) -> None:
 
 
 class SilenceMonitor:
-    """Distinguishes a lost peer from one whose process does not read, as when it is stopped or its disk hangs.
+    """Monitor of a connection that distinguishes a lost peer from one that does not read, because it is stopped or its disk hangs.
 
-    The kernel of the latter acknowledges what it has room for, and replies to window probes. These come ever less often, and one reply
-    may be lost.
+    The kernel of a peer that does not read acknowledges bytes until its buffer is full, and then replies to window probes. The interval
+    of the probes grows, and one reply may be lost.
 
     Args:
         sock: A connected socket.
@@ -268,13 +268,13 @@ class SilenceMonitor:
     """
 
     LOOK_SECONDS = 1.0
-    """Longest time counted between two looks: a process that was stopped itself has received nothing either."""
+    """Longest time counted between two calls of `too_long`: if this process was stopped, the silence is not the peer's."""
 
     INFO_BYTES = 60
     TICK_MILLISECONDS = 10
-    """Resolution of the kernel's times, at worst."""
+    """Coarsest resolution of the kernel's times."""
     TCP_RTO_MAX_MS = 44
-    """Socket option for the longest time between two probes (linux/tcp.h, from 6.15 on); before, it is 120 s."""
+    """Socket option for the longest time between two probes (linux/tcp.h, Linux 6.15 or later); without it, 120 s."""
 
     def __init__(self, sock: socket.socket, patience_seconds: float) -> None:
         self._sock, self._patience_seconds = sock, patience_seconds

@@ -1,7 +1,7 @@
-"""Run the agent in a process of its own that the engine does not know, for jobs that continue without the engine (mode async).
+"""Separate process for the agent, which the engine does not monitor: for jobs that continue without the engine (mode async).
 
-PRRTE ends every rank that it knows when one of its daemons ends. It knows a process that waits; the agent runs in another one and obeys
-the launcher alone.
+When one of its daemons ends, PRRTE ends every process that it started. It starts only a process that waits; the agent runs in
+a second process and obeys the launcher alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FLAG = "--apart"
 
 
 def detach_from_engine() -> None:
-    """Return in a new process and session. The engine's process waits for it and ends with the same exit code."""
+    """Continue in a new process and session. The engine's process waits for it and ends with the same exit code."""
     rank = os.fork()
     if not rank:
         os.setsid()
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's, for the script
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # sent by Slurm for the script
         signal.signal(number, lambda number, _: os.kill(rank, number))
     _, status = os.waitpid(rank, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -31,9 +31,9 @@ def detach_from_engine() -> None:
 
 
 def end_engine_daemon(environ: Mapping[str, str]) -> None:
-    """End the engine's daemon on a host that was cut off: it would not notice for minutes.
+    """End the engine's daemon on a host that was cut off, which the daemon itself would detect only after minutes.
 
-    A job that continues needs it: if the host came back, the engine would end all ranks for the daemon's loss.
+    A job that continues depends on it: if the host came back, the engine would end all ranks because of the failed daemon.
 
     Args:
         environ: Environment of the agent.
@@ -46,6 +46,6 @@ def end_engine_daemon(environ: Mapping[str, str]) -> None:
             os.kill(parent, signal.SIGKILL)
             folder = Path(environ.get("PMIX_SERVER_TMPDIR", ""))
             if folder.name == f"prted.{parent}":
-                import shutil  # not at the start, which must be quick
+                import shutil  # not at the top: the agent must start fast
 
                 shutil.rmtree(folder, ignore_errors=True)

@@ -12,17 +12,17 @@ HOST = Path("/proc/vmstat")
 
 
 class OutOfMemory:
-    """Counter of the kernel's out-of-memory kills, from its creation on."""
+    """Counter of the kernel's out-of-memory kills since its creation."""
 
     def __init__(self) -> None:
         self._before = _counts()
 
     def why_killed(self) -> str:
-        """Return why a process that got SIGKILL was killed, empty if the kernel killed none."""
+        """Return the reason of a SIGKILL; empty if the kernel killed no process."""
         own, limits, host = (after - before for before, after in zip(self._before, _counts(), strict=True))
         if own > 0 and limits > 0:
             return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
-        if own > 0:  # the kernel counts those as well that it kills for want of the host's memory
+        if own > 0:  # this counter includes kills because the host's memory is full
             return f"killed by SIGKILL: out of memory, all that {socket.gethostname()} has, as no limit of its cgroup was met"
         if host > 0:
             return f"killed by SIGKILL: out of memory, it seems; the kernel of {socket.gethostname()} killed a process meanwhile"
@@ -30,7 +30,7 @@ class OutOfMemory:
 
 
 def _counts() -> tuple[int, int, int]:
-    """Return out-of-memory kills in this process's cgroup, times that a memory limit was met there or above, and kills on the host."""
+    """Return three counts: kills in this process's cgroup, hits of a memory limit there or above, and kills on the host."""
     own = limits = host = 0
     with contextlib.suppress(OSError, ValueError):
         for line in OWN.read_text().splitlines():
@@ -47,7 +47,7 @@ def _counts() -> tuple[int, int, int]:
 
 
 def _value(file: Path, key: str = "") -> int:
-    """Return the count in a file of the kernel, under a key or alone; 0 if there is none."""
+    """Return the count in a file of the kernel, after `key` if given; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         words = (line.split() for line in file.read_text().splitlines())
         return int(next(line[-1] for line in words if not key or line[0] == key))

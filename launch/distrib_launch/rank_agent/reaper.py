@@ -14,7 +14,7 @@ from distrib.environment import DISTRIB_PROCESS_TAG
 
 
 def tagged(tag: str) -> set[int]:
-    """Return the processes of this user that were started with a value of DISTRIB_PROCESS_TAG, whatever their parent is now.
+    """Return the processes of this user that were started with a value of DISTRIB_PROCESS_TAG, including orphans.
 
     Args:
         tag: The value.
@@ -59,7 +59,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def sweep(tag: str, session: int | None = None) -> None:
-    """Kill everything that is left of a rank.
+    """Kill all remaining processes of a rank.
 
     Args:
         tag: Its value of DISTRIB_PROCESS_TAG.
@@ -70,16 +70,16 @@ def sweep(tag: str, session: int | None = None) -> None:
         left = tagged(tag) | (in_session(session) if session else set())
         if was_empty and not left:
             return
-        was_empty = not left  # during its exec a process shows no environment: look twice
+        was_empty = not left  # a process shows no environment during its exec, so one empty result is not enough
         send(left, signal.SIGKILL)
         time.sleep(0.01)
 
 
 class Guard:
-    """Process that waits for this one to die, and then cleans up.
+    """Guard process, which waits for this process to die and then cleans up.
 
-    The two hold the ends of a pair of sockets; any death, by SIGKILL too, closes this one's. The guard is a child of init, so that Slurm
-    does not end it with the descendants of this process.
+    Both processes hold one end of a pair of sockets; every death of this process, also by SIGKILL, closes its end. The guard is a child
+    of init, so that Slurm does not end it with the descendants of this process.
 
     Args:
         cleanup: Called in the guard.

@@ -1,6 +1,6 @@
-"""Run a Python function as a rank's script: it comes on standard input, and its return value goes to DISTRIB_RESULT_FD.
+"""Run a Python function as a rank's script: read it from standard input, write its return value to DISTRIB_RESULT_FD.
 
-Both are pickled and travel over the signed control channel; the function is the one given to `distrib_launch.run`.
+Both are pickled and pass through the signed control channel. The function is the one given to `distrib_launch.run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     sys.path += [folder for folder in call["path"] if folder not in sys.path]
     sys.argv = [call["name"]]
     result = int(os.environ.pop(DISTRIB_RESULT_FD))
-    function, arguments = pickle.loads(call["call"])  # now that its modules can be found
+    function, arguments = pickle.loads(call["call"])  # after sys.path was extended, so that its modules are found
     value = function(*arguments)
     import cloudpickle
 

@@ -2,7 +2,7 @@
 
 The agent starts `python run_script.py SCRIPT [ARGS...]`. Two things differ from `python SCRIPT`: an uncaught exception is written to the
 error file in torchrun's format, and a rank that failed does not wait in MPI_Finalize (as `python -m mpi4py`, but without MPI_Abort).
-Imports nothing but the standard library before the script, whose own modules must not be shadowed; hence the literal variable names.
+It imports only the standard library before the script, whose own modules must not be shadowed; so names of variables are literals.
 """
 # ruff: noqa: PTH100, PTH109, PTH119, PTH120, PTH123  (pathlib takes a third of the start of a short script)
 
@@ -20,7 +20,7 @@ TRACEBACK_LIMIT_BYTES = 64 << 10
 
 
 class ExitReporter:
-    """Exit code of the script, and the report of it when Python ends."""
+    """Reporter of the script's exit code when Python ends."""
 
     def __init__(self) -> None:
         self.exit_code = 0
@@ -58,7 +58,7 @@ class ExitReporter:
             return
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
-            # mpi4py would call MPI_Finalize, which waits for ranks that wait for this one.
+            # mpi4py would call MPI_Finalize, which waits for the other ranks, and those wait for this one.
             for stream in (sys.stdout, sys.stderr):
                 _ignoring_errors(stream.flush)
             os._exit(self.exit_code)
@@ -79,7 +79,7 @@ def has_joined_others() -> bool:
         or "distrib.training.job" in loaded
         or "horovod" in loaded
         or bool(mpi and mpi.Is_initialized())
-        # The second stays set after destroy_process_group().
+        # _default_pg_init_method stays set after destroy_process_group().
         or bool(c10d and (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None)))
     )
 
@@ -106,7 +106,7 @@ def _write_error_file(error: BaseException) -> None:
     if not path:
         return
     try:
-        import json  # loaded only where a script fails: it would slow every start
+        import json  # only after a failure, because it would slow down every start
         import time
         import traceback
 
@@ -128,17 +128,17 @@ def _ignoring_errors(call: Any) -> None:
 def main() -> int:
     """Run the script that `sys.argv[1:]` names, in a fresh `__main__`."""
     reporter = ExitReporter()
-    path_is_safe = getattr(sys.flags, "safe_path", False)  # -P: Python put no folder at the front
+    path_is_safe = getattr(sys.flags, "safe_path", False)  # -P: Python inserted no folder at the front of sys.path
     del sys.argv[0]
     script = sys.modules["__main__"] = type(sys)("__main__")
     try:
         if sys.argv[0] == "-m":
-            import runpy  # only for modules: it would slow the start of scripts
+            import runpy  # only for modules, because it would slow down the start of scripts
 
             del sys.argv[0]
             if not path_is_safe:
                 sys.path[0] = os.getcwd()
-            runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]  # what `python -m` calls
+            runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]  # `python -m` calls the same function
             return 0
         path = sys.argv[0]
         if not path_is_safe:

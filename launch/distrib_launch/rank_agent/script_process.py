@@ -44,15 +44,15 @@ RUN_SCRIPT = Path(__file__).with_name("run_script.py")
 
 
 class Refused(Exception):
-    """Reason why a rank cannot run its script on this host."""
+    """Error of a rank that cannot run its script on this host."""
 
 
 class ScriptProcess:
-    """The script of a rank, running on its share of the CPUs.
+    """Process of a rank's script, on its share of the CPUs.
 
     Args:
-        assignment: What to run.
-        environ: Environment of the script; what this host decides is added.
+        assignment: Command and limits of the script.
+        environ: Environment of the script; variables that depend on this host are added.
         identity: Number of the rank.
         script_input: Descriptor of its standard input, None for none.
         selector: Selector of the agent's loop.
@@ -85,7 +85,7 @@ class ScriptProcess:
         self._status_tail = b""
         self._result: int | None = None
         self._events: socket.socket | None = None
-        # Reached through this process, so that the script inherits no descriptor for it.
+        # The script opens the file through /proc of this process, so that it inherits no descriptor.
         self._error_file = os.memfd_create("distrib-error")
         environ[TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
         self.started = time.time()
@@ -110,20 +110,20 @@ class ScriptProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the script."""
+        """Return the process id of the script."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """True if the process has ended; its children may run."""
+        """Return True if the process has ended; its children may still run."""
         return self._process.poll() is not None
 
     @contextlib.contextmanager
     def _pipes(self, assignment: Assignment, environ: dict[str, str]) -> Iterator[tuple[int, list[int]]]:
-        """Open the script's descriptors and name them in `environ`; yield the status pipe, and what to pass on and close then."""
+        """Open the script's descriptors and add them to `environ`; yield the status pipe, and the descriptors to inherit."""
         status, script_status = os.pipe()
         os.set_blocking(script_status, False)
-        with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
+        with contextlib.suppress(OSError):  # the kernel limits the pipe memory of a user
             fcntl.fcntl(status, fcntl.F_SETPIPE_SZ, 1 << 16)
         environ[DISTRIB_STATUS_FD] = str(script_status)
         passed = [script_status]
@@ -179,9 +179,9 @@ class ScriptProcess:
     # -- while it runs --------------------------------------------------------------------------------------------
 
     def signal(self, number: int) -> None:
-        """Send a signal to the script alone; SIGKILL to its whole session.
+        """Send a signal to the script only, or SIGKILL to its whole session.
 
-        A DataLoader's workers would die of another signal, or run a handler that they inherited.
+        Other signals would kill the workers of a DataLoader, or run a handler that they inherited.
 
         Args:
             number: Number of the signal.
@@ -191,7 +191,7 @@ class ScriptProcess:
                 (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
 
     def send_event(self, event: dict[str, Any]) -> None:
-        """Report an event of the job to a parameter server; other scripts get none.
+        """Send an event of the job to a parameter server; workers get none.
 
         Args:
             event: JSON object.
@@ -201,10 +201,10 @@ class ScriptProcess:
                 self._events.send(json.dumps(event).encode())
 
     def set_reading(self, *, enabled: bool) -> None:
-        """Read the script's output, or stop reading, so that it waits in its `print`.
+        """Start or stop reading the script's output; while it is not read, the script blocks in its `print`.
 
         Args:
-            enabled: True if to read.
+            enabled: True to read, False to stop reading.
         """
         for descriptor in self._streams:
             is_read = descriptor in self._selector.get_map()
@@ -230,15 +230,15 @@ class ScriptProcess:
             self._on_output(kind, data)
 
     def _close_stream(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError):  # not read at present
+        with contextlib.suppress(KeyError):  # reading is stopped
             self._selector.unregister(descriptor)
         if self._streams.pop(descriptor) is Kind.STATUS:
-            os.close(descriptor)  # the others belong to the process object
+            os.close(descriptor)  # the process object closes its own pipes
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def end(self) -> int:
-        """Kill everything that is left of the script.
+        """Kill all remaining processes of the script.
 
         Returns:
             Its exit code; negative for the signal that ended it.
@@ -253,7 +253,7 @@ class ScriptProcess:
         return bool(self._streams)
 
     def result_chunks(self) -> Iterator[bytes]:
-        """Yield what the script wrote to DISTRIB_RESULT_FD."""
+        """Yield the bytes that the script wrote to DISTRIB_RESULT_FD."""
         if self._result is not None:
             os.lseek(self._result, 0, os.SEEK_SET)
             while chunk := os.read(self._result, CHUNK_BYTES):
@@ -265,13 +265,13 @@ class ScriptProcess:
         return os.read(self._error_file, ERROR_LIMIT_BYTES).decode(errors="replace")
 
     def why_killed(self) -> str:
-        """Return why the kernel may have killed the script, empty if it did not."""
+        """Return the reason why the kernel may have killed the script, empty if it did not."""
         return self._memory.why_killed()
 
     def close(self) -> None:
-        """Dismiss the guard and close what is open; the script has ended."""
+        """Dismiss the guard and close all descriptors of a script that has ended."""
         self._guard.dismiss()
-        for descriptor in list(self._streams):  # unread output, if much waited for the network
+        for descriptor in list(self._streams):  # output that was not read because the network was slow
             self._close_stream(descriptor)
         os.close(self._error_file)
         if self._result is not None:
@@ -284,7 +284,7 @@ def choose_device(assignment: Assignment, environ: dict[str, str], identity: Ran
     """Choose the device of a rank, and set the variables that depend on it.
 
     Args:
-        assignment: What the launcher planned.
+        assignment: Assignment of the rank.
         environ: Environment of the script, which is changed.
         identity: Number of the rank.
 
@@ -312,12 +312,12 @@ def choose_device(assignment: Assignment, environ: dict[str, str], identity: Ran
             "-x CUDA_VISIBLE_DEVICES="
         )
     environ[DISTRIB_DEVICE] = device
-    if gpus:  # count them as nvidia-smi does, not the fastest first
+    if gpus:  # number GPUs as nvidia-smi does; CUDA's default puts the fastest first
         environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if device == "cpu":
-        # A rank that waits must not take the core from one that computes.
+        # A waiting rank must not take a core from a computing one.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     own = Path(sys.executable).parent.parent
     if not Path(environ.get("OPAL_PREFIX", "/")).is_dir() and (own / "bin/prted").exists():
-        environ["OPAL_PREFIX"] = str(own)  # Open MPI is elsewhere here than on the launcher's machine
+        environ["OPAL_PREFIX"] = str(own)  # Open MPI has another path on this host than on the launcher's machine
     return device, gpus

@@ -1,4 +1,4 @@
-"""Stacks of a rank's script, by py-spy and without stopping the script. Standard library only."""
+"""Stack dumps of a rank's script by py-spy, which does not stop the script. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PTRACER = 0x59616D61
-"""prctl(2) option that lets py-spy, a child of the agent, read the script's memory where the kernel's Yama forbids it (linux/prctl.h)."""
+"""prctl(2) option that lets py-spy, a child of the agent, read the script's memory even if Yama restricts ptrace (linux/prctl.h)."""
 LIMIT_BYTES = 1 << 18
 _ACCELERATORS = "/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/habanalabs"
 
 
 class StackDumper:
-    """Runs py-spy in the background.
+    """Dumper of stacks, which runs py-spy in the background.
 
     Args:
         selector: Selector of the agent's loop.
@@ -68,12 +68,12 @@ def with_state(dump: bytes, pid: int) -> bytes:
         dump: Output of py-spy; an error message is returned as it is.
         pid: Process id of the script.
     """
-    # Error messages are no JSON, and another version of py-spy may write other fields.
+    # An error message is not JSON, and other versions of py-spy may write other fields.
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
         threads = json.loads(dump)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
         for thread in threads:
-            # A script that has not imported threading has one thread, and no name for it.
+            # A script that has not imported threading has one thread without a name.
             if thread["thread_name"] not in ("MainThread", None):
                 continue
             facts: dict[str, object] = {}
@@ -95,6 +95,6 @@ def _open_files(pid: int) -> set[str]:
     files = set()
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # the script has closed it meanwhile
                 files.add(str(file.readlink()))
     return files

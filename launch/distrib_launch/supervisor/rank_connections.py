@@ -163,7 +163,7 @@ class RankConnections:
         Args:
             state: The rank.
             why: Reason in words.
-            lost: True if the connection closed or its host fell silent.
+            lost: `closed` if the connection closed, `silence` if the host fell silent.
         """
         assert state.channel
         with contextlib.suppress(KeyError, ValueError):

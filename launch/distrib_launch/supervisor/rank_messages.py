@@ -119,7 +119,7 @@ class RankMessages:
         Args:
             state: The rank.
             why: Reason in words.
-            lost: True if its connection closed or its host fell silent.
+            lost: `closed` if its connection closed, `silence` if its host fell silent.
         """
         stopped_by = "launcher" if self._job.stopping else ""
         fault = None if stopped_by else root_cause.fault_in(root_cause.tail(state.error_log))
