@@ -24,6 +24,9 @@ def own_facts(host: str, address: str) -> HostFacts:
     Args:
         host: Its name in the launch plan.
         address: The address by which other hosts reach it.
+
+    Returns:
+        Hardware and network interfaces of the host.
     """
     inventory = own_inventory(InventoryQuery())
     rdma = used_ports(ports_of_job(inventory.rdma, os.environ))
@@ -61,6 +64,9 @@ def ports_of_job(ports: Sequence[RdmaPort], environ: Mapping[str, str]) -> tuple
     Args:
         ports: All ports of the host.
         environ: Environment of the rank, with NCCL_IB_DISABLE and NCCL_IB_HCA.
+
+    Returns:
+        The selected ports; none if RDMA is disabled.
     """
     if environ.get("NCCL_IB_DISABLE") == "1":
         return ()
@@ -85,6 +91,9 @@ def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
 
     Args:
         ports: Ports of the host.
+
+    Returns:
+        The selected ports.
     """
     active = [port for port in ports if port.active]
     layers = sorted({port.link_layer for port in active}, reverse=True)

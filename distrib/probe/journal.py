@@ -161,6 +161,9 @@ class Journal:
 
         Args:
             present: Names of hosts.
+
+        Returns:
+            Keys of the stages.
         """
         return completed_stages(self.read(), present) if self.done_stages else ()
 
@@ -169,6 +172,9 @@ class Journal:
 
         Args:
             present: Names of hosts.
+
+        Returns:
+            JSON lines.
         """
         kept: list[Record] = []
         for record in self.read():

@@ -70,12 +70,15 @@ def rate_matrix(measured: Measurements, transport: str) -> dict[tuple[str, str],
 
 
 def heat_map(measured: Measurements, transport: str, width: int) -> Text:
-    """Draw the rates from each host (rows) to each other (columns).
+    """Draw the rates from each host (row) to each other host (column).
 
     Args:
         measured: The measurements.
         transport: "mpi" or "tcp".
         width: Columns of the terminal.
+
+    Returns:
+        Colored text of one line per host.
     """
     rates = rate_matrix(measured, transport)
     hosts = measured.hosts
@@ -117,6 +120,9 @@ def three_digits(value: float) -> str:
 
     Args:
         value: 0 or more.
+
+    Returns:
+        The text.
     """
     return f"{value:.3g}" if value < 999.5 else f"{value:.4g}"
 
@@ -169,6 +175,9 @@ def links_table(measured: Measurements, records: Sequence[Record]) -> Table:
     Args:
         measured: The measurements.
         records: The records.
+
+    Returns:
+        A table for `rich`.
     """
     unit, name = rate_unit(max((pair.bandwidth_bytes_per_second for pair in measured.pairs), default=0.0))
     table = _plain_table(f"links, {name}")
@@ -200,10 +209,13 @@ def _kind_of_link(pair: LinkMeasurement | PairMeasurement) -> tuple[str, str, bo
 
 
 def curve_table(measured: Measurements) -> Table | None:
-    """List the times of messages over MPI by size: median, fastest and slowest link; alone if a size was measured so.
+    """List the times of MPI messages by size: median, fastest and slowest link. Measurements of links alone have priority.
 
     Args:
         measured: The measurements.
+
+    Returns:
+        A table for `rich`; None if no sizes were measured.
     """
     by_size: dict[int, dict[str, list[float]]] = {}
     for pair in measured.pairs:
@@ -244,6 +256,9 @@ def describe_ranks(collective: Collective) -> str:
 
     Args:
         collective: The collective.
+
+    Returns:
+        The text.
     """
     hosts = len(collective.hosts)
     ranks = f", {collective.ranks} ranks" if collective.ranks != hosts else ""
@@ -257,6 +272,9 @@ def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
         size_bytes: Buffer of each rank.
         seconds: Duration.
         ranks: Number of ranks.
+
+    Returns:
+        Bytes per second.
     """
     return size_bytes / seconds * 2 * (ranks - 1) / ranks
 

@@ -20,10 +20,13 @@ class TaskPerformer(Protocol):
     """Rank 0's own worker."""
 
     def perform(self, task: Measurement) -> TaskReply:
-        """Do one task.
+        """Perform one task.
 
         Args:
             task: The task.
+
+        Returns:
+            The reply, with the measurements or the failure.
         """
         ...
 

@@ -193,6 +193,9 @@ def encode_record(record: Record) -> str:
 
     Args:
         record: Any record.
+
+    Returns:
+        JSON.
     """
     return msgspec.json.encode(record).decode()
 
@@ -306,6 +309,9 @@ def group_by_machine(hosts: Iterable[HostFacts]) -> list[list[HostFacts]]:
 
     Args:
         hosts: The hosts' reports; one that does not know its machine is a group of its own.
+
+    Returns:
+        The hosts of each machine.
     """
     on: dict[str, list[HostFacts]] = {}
     for facts in hosts:

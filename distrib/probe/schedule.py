@@ -12,12 +12,15 @@ from distrib.cluster.shared_links import Round
 
 
 def round_robin(hosts: int) -> tuple[Round, ...]:
-    """Arrange all pairs in rounds of disjoint pairs; with an odd number of hosts one idles in each round.
+    """Arrange all pairs in rounds of disjoint pairs. With an odd number of hosts, one host idles in each round.
 
     The lower number comes first: hosts are usually named rack by rack, so pairs that cross racks load uplinks in one direction.
 
     Args:
         hosts: Number of hosts.
+
+    Returns:
+        The rounds, with host numbers.
     """
     if hosts < 2:
         return ()
@@ -33,10 +36,13 @@ def round_robin(hosts: int) -> tuple[Round, ...]:
 
 
 def bisection_round(hosts: int) -> Round:
-    """Pair one half of the hosts with the other, host i with host i + N/2; an odd one idles.
+    """Pair one half of the hosts with the other half, host i with host i + N/2. With an odd number, one host idles.
 
     Args:
         hosts: Number of hosts.
+
+    Returns:
+        The pairs, with host numbers.
     """
     half = hosts // 2
     return tuple((number, number + hosts - half) for number in range(half))
@@ -48,6 +54,9 @@ def without_hosts(round_: Round, missing: Sequence[int]) -> Round:
     Args:
         round_: The pairs.
         missing: Numbers of missing hosts.
+
+    Returns:
+        The pairs without a missing host.
     """
     return tuple(pair for pair in round_ if pair[0] not in missing and pair[1] not in missing)
 
@@ -57,6 +66,9 @@ def reverse_round(round_: Round) -> Round:
 
     Args:
         round_: The pairs.
+
+    Returns:
+        The pairs in the other direction.
     """
     return tuple((b, a) for a, b in round_)
 
@@ -66,6 +78,9 @@ def collective_host_counts(hosts: int) -> tuple[int, ...]:
 
     Args:
         hosts: Number of hosts.
+
+    Returns:
+        The numbers, ascending.
     """
     found = []
     count = 2

@@ -94,6 +94,9 @@ class _SidesSearch:
         Args:
             purpose: "repeat", "sides" or "crossing".
             phase: The pairs.
+
+        Returns:
+            Fraction of the rate alone, by pair.
         """
         stage = Stage(
             key=f"sharing/{purpose}", title="hosts that share a link", transport=self._transport, load="sharing",

@@ -31,6 +31,9 @@ def geometric_sizes(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
         first: Smallest size in bytes.
         last: Upper bound in bytes, included if the progression reaches it.
         factor: Ratio of neighbouring sizes.
+
+    Returns:
+        Sizes in bytes, ascending.
     """
     sizes = [first]
     while sizes[-1] * factor <= last:

@@ -64,6 +64,9 @@ def plan_stages(
         settings: Those of the mode.
         primary: The transport by which links are judged.
         networks: Subnets of NICs besides those of the job.
+
+    Returns:
+        The stages, in order.
     """
     found = [Stage(key="inside", title="inside hosts", kind="inside", seconds=0.5)]
     found += _concurrent_stages(hosts, settings, primary)

@@ -227,6 +227,9 @@ class ElasticCollectives(Protocol):
         Args:
             tensor: A tensor of the same shape and type on every rank.
             op: `mean`, `sum`, `max` or `min`.
+
+        Returns:
+            A new tensor.
         """
 
     def from_main(self, work: Callable[[], T]) -> T:
@@ -234,6 +237,9 @@ class ElasticCollectives(Protocol):
 
         Args:
             work: A function whose result can be pickled.
+
+        Returns:
+            The result, on every worker.
         """
 
 

@@ -45,7 +45,7 @@ def wait_for_gloo_callbacks() -> None:
 def unbind_device() -> None:
     """Unbind the default group from its device, which was named so that NCCL connects at once.
 
-    A later group of some ranks would be split from a bound group, also a Gloo group, and the other ranks would wait forever
+    A later group of some ranks, even a Gloo group, would be split from a bound group. The other ranks would then wait forever
     (pytorch issue 145376).
     """
     dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]

@@ -163,6 +163,9 @@ def plan_repetitions(expected_seconds: float, left_seconds: float, larger: Seque
         expected_seconds: Expected duration of one repetition.
         left_seconds: Time left for this and larger sizes.
         larger: The larger sizes as multiples of this one. Time for one repetition of each is reserved.
+
+    Returns:
+        The number of repetitions.
     """
     wanted = max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(REPEAT_SECONDS / max(expected_seconds, 1e-6))))
     kept = 0.0

@@ -163,6 +163,9 @@ class MpiReceiver:
         Args:
             size: Bytes of each message.
             repetitions: Number of round trips.
+
+        Returns:
+            Summary in seconds.
         """
         warm = 3
         self._request(MessageRequest(size, repetitions + warm, echo=True))
@@ -190,6 +193,9 @@ class MpiReceiver:
             seconds: Approximate duration.
             largest: True for the largest size, which is timed more often.
             variation: Variation of the median until which the stream continues; None to ignore it.
+
+        Returns:
+            Summary in seconds per message.
         """
         each = max(1, min(MAX_BLOCK_MESSAGES, MAX_BLOCK_BYTES // size))
         # Not timed: TCP windows open, bursts pass.
@@ -223,6 +229,9 @@ class MpiReceiver:
         Args:
             size: Bytes of each message.
             seconds: Approximate duration.
+
+        Returns:
+            Summary in seconds per message.
         """
         count = 2
         while True:
@@ -340,6 +349,9 @@ def measure_curve(
         seconds: Duration of all streamed sizes but the largest, in equal shares.
         stream_seconds: Duration of the largest size.
         variation: Variation of the median until which the largest size continues; None to ignore it.
+
+    Returns:
+        Latency, seconds for each size, and the summary of the largest size.
     """
     latency = receiver.half_round_trip(8, pings)
     receiver.round_trip_seconds = 2 * latency.median

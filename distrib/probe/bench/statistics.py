@@ -41,6 +41,9 @@ def summarize(values: Sequence[float]) -> SampleSummary:
 
     Args:
         values: At least one value, each above 0.
+
+    Returns:
+        The summary. Outliers count for the median only.
     """
     median = statistics.median(values)
     spread = MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in values)

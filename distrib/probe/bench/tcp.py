@@ -63,7 +63,7 @@ class SentStream(msgspec.Struct, frozen=True, kw_only=True):
     """The sender's counters of a stream."""
 
     retransmits: int = 0
-    """TCP segments sent again."""
+    """Retransmitted TCP segments."""
     path_mtu: int | None = None
     busy: float = 0.0
 
@@ -132,6 +132,9 @@ def connect_streams(
         task: Number of the task.
         streams: Number of connections.
         deadline: Monotonic seconds.
+
+    Returns:
+        The connections, accepted by the listener.
     """
     made: list[socket.socket] = []
     try:
@@ -154,6 +157,9 @@ def send_stream(sockets: Sequence[socket.socket], buffer: memoryview, deadline: 
         sockets: The connections, which are closed afterwards.
         buffer: Data to send.
         deadline: Monotonic seconds.
+
+    Returns:
+        Retransmitted segments, path MTU and CPU use of the sender.
 
     Raises:
         ProbeTimeout: The receiver sent nothing, or did not close, in time.
@@ -213,6 +219,9 @@ def receive_stream(
         variation: Variation of the median until which the stream continues; None to ignore it.
         max_seconds: Maximum duration while `variation` is not reached.
         starts: Monotonic seconds of the start; 0 for at once.
+
+    Returns:
+        Latency, summary of the rates, and CPU use of the receiver.
 
     Raises:
         ProbeTimeout: No ping was answered, or the stream stalled.

@@ -126,6 +126,9 @@ class DiagnosisInputs:
 
         Args:
             *loads: The concurrent traffic of the measurements, in the order in which they are returned.
+
+        Returns:
+            The measurements of the present network and transport.
         """
         return [record for load in loads for record in self.rated if record.load == load]
 
@@ -211,6 +214,9 @@ def rate_classes(nic_rates: Mapping[str, float]) -> dict[str, float]:
 
     Args:
         nic_rates: Bytes per second of each host's NIC.
+
+    Returns:
+        Bytes per second by host. Hosts of equal value are comparable.
     """
     second = sorted(nic_rates.values())[-2:][:1]
     return {host: min(rate, *second) for host, rate in nic_rates.items()}

@@ -40,11 +40,14 @@ def find_regressions(before: Measurements, now: Measurements) -> tuple[Finding, 
 
 
 def describe_comparison(before: Measurements, now: Measurements) -> str:
-    """Describe how much could be compared: links alone, or beside the traffic of the same hosts.
+    """Describe the extent of the comparison: numbers of directions, copies and all-reduces.
 
     Args:
         before: The earlier probe.
         now: This probe.
+
+    Returns:
+        A line for the report.
     """
     compared = {(new.source, new.target) for _, new in _compared_links(before, now)}
     every = {(link.source, link.target) for link in now.pairs}

@@ -53,10 +53,13 @@ def _suspicious_links(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
 
 
 def concurrent_pairs_slowed(inputs: DiagnosisInputs) -> list[tuple[tuple[str, str], ...]]:
-    """List pairs that slowed each other down in one phase, the phase that lost most first.
+    """List pairs that slowed each other down in one phase, the phase with the largest loss first.
 
     Args:
         inputs: The measurements so far.
+
+    Returns:
+        The pairs of each phase.
     """
     phases: dict[tuple[str, int], list[tuple[float, tuple[str, str]]]] = {}
     for record in inputs.under("together", "bisection"):

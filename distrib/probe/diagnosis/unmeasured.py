@@ -77,6 +77,9 @@ def lost_host_finding(host: str, why: str) -> Finding:
     Args:
         host: Name of the host.
         why: The launcher's message.
+
+    Returns:
+        A finding of kind `host_lost`.
     """
     return Finding(
         kind="host_lost", severity="error", what=f"{host} was lost during the probe",

@@ -1,6 +1,6 @@
 """Replicas of a checkpoint on the hosts of a restartable job, and the choice of the newest.
 
-If each host has its own file system, a checkpoint of the main rank alone is lost with its host, and a replacement host may have an
+If each host has its own file system, a checkpoint of the main rank alone is lost with its host. A replacement host may have an
 older one. So every checkpoint has a stamp with its run, start and number.
 """
 

@@ -43,8 +43,8 @@ class StepClock:
 class EpochCounter:
     """The epoch of one loader: a pass with a step is an epoch. Without optimizers, every pass is.
 
-    A step belongs to a pass if it was taken before the pass ended, or if the pass read the latest batch before it, as
-    `next(iter(loader))` does. So one rank may look at a batch or evaluate by itself.
+    A step belongs to a pass if it was taken before the pass ended. It also does if the pass read the latest batch before it, as
+    `next(iter(loader))` does. So one rank may read a batch or evaluate alone.
     """
 
     def __init__(self, clock: StepClock) -> None:

@@ -1,7 +1,7 @@
 """Division of a loader's samples among the ranks: the arithmetic, and the sampler that applies it.
 
 A step of the job is one *global batch* of ranks x batch_size samples, in the order of a single process. Each rank reads a
-contiguous share of equal size. So all ranks take the same number of steps, no sample is read twice, and the global batches equal
+contiguous share of equal size. So all ranks take the same number of steps, and no sample is read twice. The global batches equal
 the batches of one process with the larger batch size. The end of an epoch has these rules:
 
 - The last global batch may be short. Its shares differ by at most one sample.

@@ -136,6 +136,9 @@ class ServerConnections:
         Args:
             future: A result of `request`.
 
+        Returns:
+            The reply.
+
         Raises:
             TrainingError: There will be no reply.
         """

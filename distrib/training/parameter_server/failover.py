@@ -1,7 +1,7 @@
 """Decision to rebuild a shard that no server holds, from the parameters that workers have. No I/O, no clock.
 
-A server without data of a shard rebuilds it only after continuous requests of workers, and only if every other server
-either refused them or was reported dead. The wait is longer on each further server, so that only one rebuilds the shard.
+A server without data of a shard rebuilds it only after continuous requests of workers. Every other server must have
+refused them or been reported dead. The wait is longer on each further server, so that only one rebuilds the shard.
 """
 
 from __future__ import annotations

@@ -116,6 +116,9 @@ class Membership:
 
         Args:
             now: Seconds of the monotonic clock.
+
+        Returns:
+            Ranks of the workers.
         """
         return [worker for worker, since in self._disconnected.items() if now - since > RECONNECT_TIMEOUT_SECONDS]
 

@@ -89,7 +89,7 @@ def partition(
         The chunks, those of each group in the order of its parameters.
 
     Raises:
-        TrainingError: There is no element to train.
+        TrainingError: All parameters are empty.
     """
     if not any(parameter.elements for parameter in parameters):
         raise TrainingError(

@@ -334,6 +334,9 @@ def encode(value: Any) -> bytes:
 
     Args:
         value: Plain values that JSON can express.
+
+    Returns:
+        JSON.
     """
     return msgspec.json.encode(value)
 
@@ -343,6 +346,9 @@ def decode(payload: Any) -> Any:
 
     Args:
         payload: Bytes or a buffer.
+
+    Returns:
+        The value.
 
     Raises:
         ProtocolError: The payload is not JSON.

@@ -190,10 +190,13 @@ class UpdateController:
     # -- queries ----------------------------------------------------------------------------------------------------
 
     def complete_round(self, chunk: int) -> tuple[WeightedGradient, ...]:
-        """List the gradients of the next synchronous update, committed or not; empty until every member has pushed.
+        """List the gradients of the next synchronous update, committed or not.
 
         Args:
             chunk: Number of the chunk.
+
+        Returns:
+            The gradients of the round; empty until every member has pushed.
         """
         state = self._chunks[chunk]
         floor = self._floor(state)
@@ -221,6 +224,9 @@ class UpdateController:
 
         Args:
             chunk: Number of the chunk.
+
+        Returns:
+            Pairs of worker and step.
         """
         state = self._chunks[chunk]
         waiting = {reply.worker: reply.step for _, reply in self._unacknowledged if reply.chunk == chunk}

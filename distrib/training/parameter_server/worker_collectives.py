@@ -53,6 +53,9 @@ class WorkerCollectives:
         Args:
             work: The function, which is called on the main rank only.
 
+        Returns:
+            The result, on every rank.
+
         Raises:
             TrainingError: The function raised an error on the main rank; there the error itself is raised.
         """

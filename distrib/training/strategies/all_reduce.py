@@ -20,8 +20,8 @@ from distrib.training.world import World
 class SynchronizedBuffers:
     """Buffers of a model that have the same shapes and types on every rank.
 
-    They are the buffers at the time of `prepare`, without those that DistributedDataParallel ignores. If a rank replaces a buffer by one
-    of another shape, such as a growing mask, the new buffer stays local and the former value is sent.
+    They are the buffers at the time of `prepare`, without those that DistributedDataParallel ignores. A rank may replace a buffer by
+    one of another shape, such as a growing mask. The new buffer stays local, and the former value is sent.
     """
 
     def __init__(self, model: nn.Module) -> None:
