@@ -97,7 +97,7 @@ def queried_hosts(
     from distrib_launch.preflight.host_sessions import HostSessions
     from distrib_launch.runner import local_machine
 
-    # Hosts with role=server need no GPU, which only a plan in mode async knows.
+    # Hosts with role=server need no GPU; only a plan in mode async takes the role into account.
     has_servers = hosts is not None and {host.role for host in hosts.hosts} > {"server"}
     environment = rank_environment.forwarded_variables(os.environ, [])
     with tempfile.TemporaryDirectory(prefix="distrib-check-") as folder:

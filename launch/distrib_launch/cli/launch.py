@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report_error(message)
     # If parsing failed, `--json` is searched in the words; one among the script's arguments is harmless.
     if arguments.json if arguments else "--json" in (sys.argv[1:] if argv is None else argv):
-        with contextlib.suppress(DistribError):  # perhaps standard output is what failed
+        with contextlib.suppress(DistribError):  # standard output itself may have failed
             _print_json({"status": status, "exit_code": code, "error": message})
     return code
 
@@ -118,7 +118,7 @@ def _host_lines(plan: LaunchPlan) -> Iterator[str]:
     from distrib.cluster.node import name_hosts
 
     first = 0
-    told: list[tuple[str, int, int, str]] = []  # host, its workers, their first rank, what else is to be said
+    told: list[tuple[str, int, int, str]] = []  # host, its workers, their first rank, description
     for host in plan.hosts:
         beside = [rank.rank for rank in plan.ranks if rank.role == "server" and rank.host == host.name]
         servers = f"parameter server {_numbers(beside)}, a free port chosen at launch" if beside else ""

@@ -38,7 +38,7 @@ class ProgressStreams:
     """Standard output and error of the probe's job: keeps records, shows progress, and passes on other lines to standard error.
 
     Args:
-        keep: Takes each record's line; may return a message for the user.
+        keep: Called with the line of each record; may return a message for the user.
         show: False to show no progress.
     """
 

@@ -21,7 +21,7 @@ class Engine:
     """A runtime that starts one `distrib_launch.rank_agent` for each planned rank, in the order of `LaunchPlan.started`."""
 
     starts_ranks = True
-    """False: the engine writes a manifest and starts nothing from here."""
+    """False: the engine writes a manifest and starts no process on this machine."""
     uses_ssh_daemons = False
     """The engine starts daemons over ssh. A daemon that is still starting when the engine ends may outlive it."""
     limits_cpus = False
@@ -83,7 +83,7 @@ class Engine:
         return dict(environ)
 
     def lacks_variable(self, name: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
-        """Return True if ranks on other hosts do not get a variable that is set here.
+        """Return True if ranks on other hosts do not get a variable of the launcher's environment.
 
         Args:
             name: Name of the variable.

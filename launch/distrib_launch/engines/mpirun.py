@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from distrib_launch.rank_placement import HostPlan
 
 HOSTFILE = "mpirun-hosts.txt"
+"""Generated hostfile in the run directory."""
 IGNORE_FAILURES = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
 """Parameters for mode async: PRRTE continues if a process dies or a host is silent. It still stops if a daemon ends."""
 
@@ -198,7 +199,7 @@ class Mpirun(Engine):
         return RemoteShell(transport="ssh", words=tuple(plan.ssh))
 
     def lacks_variable(self, name: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
-        """Return True if ranks on other hosts do not get a variable that is set here: mpirun forwards none by itself.
+        """Return True if ranks on other hosts do not get a variable of the launcher: mpirun forwards none by itself.
 
         Args:
             name: Name of the variable.

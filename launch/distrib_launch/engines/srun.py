@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from distrib_launch.launch_plan import LaunchPlan
 
 HOSTFILE = "srun-hosts.txt"
+"""File in the run directory with the host of each rank."""
 PROGRAMS = "srun-programs.txt"
+"""File in the run directory for `--multi-prog`, with the command of each rank."""
 LIMIT_SECONDS = 30
 """Shortest time between the SIGTERM that Slurm sends to the ranks and the time limit, in a job that srun requested."""
 
@@ -47,6 +49,7 @@ BY_TASK = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
 NOT_OF_A_STEP = ("SSH_CONNECTION", "SLURM_DISTRIBUTION")
 """Variables that the preflight's steps must not inherit: the user's own ssh login, and the placement of the job's tasks."""
 GPUS = "--gres=gpu:"
+"""Option with the number of GPUs on each host."""
 GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK")
 
 EXPLANATIONS = (

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SSH_CONFIG = "ssh_config"
 """Generated configuration in the run directory, with users and ports of hosts."""
 ALIVE = "ServerAliveInterval=5"
+"""Option with which ssh closes a connection whose server sends nothing for three intervals of 5 s."""
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", ALIVE)
 CONTROL_PATH = "ControlPath="
 

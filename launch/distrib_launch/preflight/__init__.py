@@ -1,1 +1,1 @@
-"""Before anything starts: hosts are asked what they are, and judged; their network is chosen, and tried."""
+"""Preflight: inventories and checks of the hosts, choice of the network, and test connections, before the job starts."""

@@ -30,9 +30,9 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     check: str
     status: Status
     reason: str = ""
-    """What was observed; empty if nothing is wrong."""
+    """Observation; empty for a result without a problem."""
     fix: str = ""
-    """What to do about it."""
+    """Hint in the imperative; empty: none."""
 
     def __str__(self) -> str:
         return f"{self.host}: {self.check}: {self.reason}" + (f"; {self.fix}" if self.fix else "")
@@ -56,8 +56,8 @@ def error(host: str, check: str, reason: str, fix: str = "") -> CheckResult:
     Args:
         host: Name of the host.
         check: Name of the check.
-        reason: What was observed.
-        fix: What to do about it.
+        reason: Observation.
+        fix: Hint in the imperative.
     """
     return CheckResult(host=host, check=check, status="error", reason=reason, fix=fix)
 
@@ -68,8 +68,8 @@ def warning(host: str, check: str, reason: str, fix: str = "") -> CheckResult:
     Args:
         host: Name of the host.
         check: Name of the check.
-        reason: What was observed.
-        fix: What to do about it.
+        reason: Observation.
+        fix: Hint in the imperative.
     """
     return CheckResult(host=host, check=check, status="warning", reason=reason, fix=fix)
 

@@ -1,7 +1,7 @@
 """Test connections between the hosts, and to this machine, on free ports that the kernel chooses, as for ranks.
 
-Many systems come with a firewall that lets only ssh through. Hosts of one subnet may not reach each other. The test finds
-both in milliseconds; without it, ranks would wait for each other.
+Many systems come with a firewall that lets only ssh through. Hosts of one subnet may not reach each other. The test
+detects both in milliseconds; without it, ranks would wait for each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Checks of the hosts' inventories against the requirements of the job. Pure.
 
-Each check takes `CheckInputs` and yields results. An error certainly breaks the job and stops the launch. A warning is shown and kept
-in the result.
+An error certainly breaks the job and stops the launch. A warning is shown and kept in the result.
 """
 
 from __future__ import annotations
@@ -68,9 +67,6 @@ def run_checks(inputs: CheckInputs) -> list[CheckResult]:
     return [check for check_all in CHECKS for check in check_all(inputs)]
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-
 def odd_ones(values: Mapping[str, str], own: str | None = None) -> tuple[str, dict[str, str]]:
     """Return the most common value, and the hosts with other values.
 
@@ -124,11 +120,7 @@ def python(e: CheckInputs) -> Iterator[CheckResult]:
             values[host] = facts.python.rpartition(".")[0]
     here = e.local.python.rpartition(".")[0]
     yield from _differing(
-        "python",
-        "Python",
-        values,
-        here,
-        lambda host, common: f"name one with python=/PATH in the hostfile ({common})",
+        "python", "Python", values, here, lambda host, common: f"name one with python=/PATH in the hostfile ({common})"
     )
 
 
@@ -218,12 +210,7 @@ def cuda(e: CheckInputs) -> Iterator[CheckResult]:
     )
     builds = {host: facts.torch_cuda for host, facts in on_gpus.items() if facts.torch_cuda}
     yield from _differing(
-        "cuda",
-        "torch for CUDA",
-        builds,
-        None,
-        lambda _, v: f"install the build of torch for CUDA {v}",
-        serious=False,
+        "cuda", "torch for CUDA", builds, None, lambda _, v: f"install the build of torch for CUDA {v}", serious=False
     )
     drivers = {host: facts.driver for host, facts in on_gpus.items()}
     yield from _differing("cuda", "driver", drivers, None, lambda _, v: f"install the NVIDIA driver {v}", serious=False)
@@ -245,9 +232,6 @@ def _least_driver(facts: Inventory) -> int | None:
     major, driver = (text.partition(".")[0] for text in (facts.torch_cuda or "", facts.driver or ""))
     least = MIN_DRIVER_BY_CUDA.get(int(major)) if major.isdigit() and driver.isdigit() else None
     return least if least and int(driver) < least else None
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def script(e: CheckInputs) -> Iterator[CheckResult]:
@@ -274,9 +258,6 @@ def script(e: CheckInputs) -> Iterator[CheckResult]:
 
 def _other_siblings(there: Inventory, here: Inventory) -> list[str]:
     return [name for name, digest in here.siblings.items() if there.siblings.get(name) != digest]
-
-
-# -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 def _gpu_job(e: CheckInputs, host: str) -> bool:
@@ -377,9 +358,6 @@ def _holder(holder: GpuHolder) -> str:
     return f"process {holder.pid} of {holder.user} ({holder.command[:60].strip()}){hidden}"
 
 
-# -- the machine ------------------------------------------------------------------------------------------------------
-
-
 def duplicates(e: CheckInputs) -> Iterator[CheckResult]:
     """Find names of the same machine.
 
@@ -406,11 +384,8 @@ def machine(e: CheckInputs) -> Iterator[CheckResult]:
                 yield warning(host, "cores", few, MORE_PROCESSORS)
         elif facts.usable_cpus < ranks:
             yield warning(
-                host,
-                "cores",
-                f"{ranks} ranks on {facts.usable_cpus} CPU core(s)",
-                "fewer slots are likely to be faster",
-            )
+                host, "cores", f"{ranks} ranks on {facts.usable_cpus} CPU core(s)", "fewer slots are likely to be faster",
+            )  # fmt: skip
         gpu_bytes = sum(g.memory_bytes or 0 for g in facts.gpus if g.index in _gpu_indices(e, host))
         have = facts.usable_memory_bytes
         if have is not None and _gpu_job(e, host) and have < gpu_bytes:
@@ -426,11 +401,8 @@ def machine(e: CheckInputs) -> Iterator[CheckResult]:
             )  # fmt: skip
         if facts.tmp_problem:  # the engines create files there
             yield error(
-                host,
-                "disk",
-                f"no file can be made in /tmp: {facts.tmp_problem}",
-                "see mount, df -h /tmp and df -i /tmp there",
-            )
+                host, "disk", f"no file can be made in /tmp: {facts.tmp_problem}", "see mount, df -h /tmp and df -i /tmp there",
+            )  # fmt: skip
         low = {
             place: free for place, free in facts.free_disk_bytes.items() if free is not None and free < SMALL_DISK_BYTES
         }
@@ -520,18 +492,5 @@ def rdma(e: CheckInputs) -> Iterator[CheckResult]:
 
 
 CHECKS = (
-    duplicates,
-    python,
-    distrib,
-    mpi,
-    torch,
-    cuda,
-    script,
-    gpus,
-    gpu_health,
-    gpu_memory,
-    machine,
-    limits,
-    clock,
-    rdma,
-)
+    duplicates, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock, rdma,
+)  # fmt: skip

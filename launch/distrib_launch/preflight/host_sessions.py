@@ -32,6 +32,7 @@ SHELL_MARK = "<<distrib-shell>>"
 MAX_SIMULTANEOUS = 128
 """Number of hosts that are queried at the same time; each costs a thread and three pipes."""
 CLOSE_SECONDS = 0.5
+"""Time in which the programs on the hosts may end by themselves."""
 POLL_SECONDS = 0.2
 """Interval at which waiting threads look for an interruption: closing a pipe does not wake a thread that polls it."""
 

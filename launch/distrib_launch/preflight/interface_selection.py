@@ -110,7 +110,7 @@ def choose_network(
     Args:
         inventories: Inventories by host.
         wanted: Value of `--interface`: names or networks, separated by commas.
-        reached_at: Address at which the launcher reached each host, if known.
+        reached_at: Address of each host at which the launcher reached it, if known.
         environ: Variables that the user has set; they are not changed.
         failed: Addresses that do not lead to their host, each with the reason.
 

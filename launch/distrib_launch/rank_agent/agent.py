@@ -35,6 +35,7 @@ from distrib_launch.rank_agent.script_process import Refused, ScriptProcess
 from distrib_launch.rank_agent.stack_dump import StackDumper
 
 HEARTBEAT_SECONDS = 1.0
+"""Interval of the heartbeats to the launcher."""
 LAUNCHER_SILENCE_SECONDS = 6.0
 """Time after which a rank that cannot reach the launcher ends: longer than a few lost packets, short enough to free the host."""
 
@@ -51,6 +52,7 @@ REJOIN_LIMIT_SECONDS = 3600.0
 """Time in which a rank that was cut off tries to rejoin a job that continues without it."""
 
 REJOIN_INTERVAL_SECONDS = 2.0
+"""Time between two attempts to rejoin."""
 
 
 class RankAgent:

@@ -38,8 +38,11 @@ OPEN_FILES = 65536
 """Open files that a script may have if the hard limit allows it: a rank is connected to every other one, once per process group."""
 
 CHUNK_BYTES = 1 << 18
+"""Most bytes that one read takes from a pipe."""
 STATUS_LINE_BYTES = 4096
+"""Most bytes kept of an unfinished status line."""
 ERROR_LIMIT_BYTES = 1 << 20
+"""Most bytes of the error file that are sent to the launcher."""
 RUN_SCRIPT = Path(__file__).with_name("run_script.py")
 
 

@@ -48,7 +48,7 @@ class ToleranceRules(NamedTuple):
 
     @property
     def succeeded(self) -> bool:
-        """Return True if a worker completed its script, whatever failed."""
+        """Return True if a worker completed its script, even if other ranks failed."""
         workers = {rank.rank for rank in self.plan.ranks if rank.role == "worker"}
         return self.plan.mode == "async" and not workers.isdisjoint(self._finished)
 

@@ -104,7 +104,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Activity of a rank: `what` in words, `where` in the script, and whether it `waits` for other ranks."""
+    """Activity of a rank: `what` describes it, `where` is the place in the script, `waits` is True if it needs other ranks."""
 
     waits: bool
     what: str
@@ -231,7 +231,7 @@ def is_starting(stack: Stack, *, silent: bool) -> bool:
 
 
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:
-    """Return the ranks that the others wait for; none if each rank waits for all.
+    """Return the ranks that the other ranks wait for; none if each rank waits for all.
 
     These are the ranks that do not wait. If all wait: those at the end of their script, else the smallest group at one place, else
     those with the fewest steps. If none waits on GPUs: those with the fewest steps.

@@ -14,7 +14,9 @@ import time
 from collections.abc import Sequence
 
 PROBE_ATTEMPTS = 5
+"""Number of connections that one probe tries."""
 PROBE_INTERVAL_SECONDS = 0.1
+"""Time between two of these attempts."""
 PROBE_TIMEOUT_SECONDS = 0.6
 """Time for a reply; the kernel repeats a lost SYN after a second, so several attempts are made instead."""
 

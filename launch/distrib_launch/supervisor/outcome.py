@@ -62,7 +62,7 @@ class JobOutcome:
         """Return a failure of the launcher, the engine or a host, not of a rank.
 
         Args:
-            message: What failed.
+            message: Description of the failure.
             log: Path of a file with details.
             host: Host on which it failed, empty for this one.
         """

@@ -63,7 +63,7 @@ class PerformanceMonitor:
         self._reports: Counter[int] = Counter()
         self._rounds: list[
             MeasuredPerformance
-        ] = []  # without their links, of which there are too many to keep for days
+        ] = []  # without their links: in a job of days these would need too much memory
         self._last: MeasuredPerformance | None = None
         self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
         self._warned: set[str] = set()

@@ -83,7 +83,7 @@ class RankConnections:
         state.channel, state.hello, state.address = channel, hello, channel.sock.getpeername()[0]
         set_dead_peer_timeout(channel.sock, DEAD_CONNECTION_SECONDS)
         if not job.is_local:
-            # With srun or a jump host sshd may not be reachable from here; the other port is the rank's, or its script's.
+            # With srun or a jump host, sshd may be unreachable from this machine; the second port is that of the rank or its script.
             self._health.watch(host.name, state.address, host.port, hello["port"])
         self._selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._on_event(state, events))
         if hello["returns"]:

@@ -169,7 +169,7 @@ class JobState:
         """Warn once that logs are not complete; the job continues.
 
         Args:
-            problem: Path of a log and what failed.
+            problem: Path of a log and the error.
         """
         if not self._log_is_incomplete:
             self._log_is_incomplete = True

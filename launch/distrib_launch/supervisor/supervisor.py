@@ -46,6 +46,7 @@ LATE_CAUSE_SECONDS = 2.5
 """The same while all failed ranks only lost their connections: a lost host is detected later."""
 
 PING_SECONDS = 0.4
+"""Interval of the pings that measure the clocks of the hosts."""
 HOST_SILENCE_SECONDS = 1.8
 """Silence of a host after which it is probed."""
 
@@ -362,7 +363,7 @@ def start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
     Args:
         job: State of the job.
         engine: Its engine, whose output may show the reason.
-        what: What was observed.
+        what: Observation, as the first part of the message.
     """
     missing = [state for state in job.ranks if state.channel is None]
     missing = [
