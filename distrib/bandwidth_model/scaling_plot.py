@@ -24,7 +24,7 @@ PHASES = {
 
 
 PALE_PHASES = ("backward", "wait")
-"""Phases with a light colour and dark text."""
+"""Phases drawn in a light colour with dark text."""
 
 
 def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
@@ -48,7 +48,7 @@ def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
 
 
 def scaling_figure(plan: ScalingPlan) -> Any:
-    """Plot samples per second against ranks, beside the ideal.
+    """Plot samples per second against the number of ranks, with ideal scaling for comparison.
 
     Args:
         plan: The plan.

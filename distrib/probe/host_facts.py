@@ -22,7 +22,7 @@ def own_facts(host: str, address: str) -> HostFacts:
     """Collect the facts of this host.
 
     Args:
-        host: Its name in the launch plan.
+        host: Name of the host in the launch plan.
         address: The address by which other hosts reach it.
 
     Returns:

@@ -19,10 +19,10 @@ from distrib.units import duration_text, format_size
 from distrib.utils import plotting
 
 MAX_LABELS = 40
-"""Host names along an axis; of more hosts some are left out."""
+"""Maximum number of host names along an axis. With more hosts, some names are left out."""
 
 MAX_CELL_NUMBERS = 12
-"""Hosts up to which each cell has its rate."""
+"""Maximum number of hosts for which each cell shows its rate."""
 
 
 def draw_probe(path: str | os.PathLike[str], measured: Measurements, transport: str) -> None:

@@ -42,8 +42,8 @@ class MeasurementRunner:
         hosts: The participants.
         calls: Sends the tasks.
         emit: Takes each record.
-        settings: Those of the mode.
-        timeouts: Those of the probe.
+        settings: Settings of the probe mode.
+        timeouts: Timeouts of the probe.
     """
 
     def __init__(

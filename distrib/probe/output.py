@@ -80,8 +80,8 @@ def why_kept(earlier: Measurements | None, now: Measurements, *, complete: bool,
 
     Args:
         earlier: The measurements in the file.
-        now: Those of this probe.
-        complete: True if the probe came to its end.
+        now: The measurements of this probe.
+        complete: True if the probe was completed.
         lost: Hosts that were lost during the probe.
 
     Returns:

@@ -24,7 +24,7 @@ class ProbeSpec(msgspec.Struct, frozen=True, kw_only=True):
     resumed: bool = False
     """True if rank 0 reads earlier records from its standard input, one per line."""
     primary: Transport | None = None
-    """The transport that judges links. None: MPI if every host has InfiniBand or RoCE, else TCP."""
+    """The transport whose rates decide about findings. None: MPI if every host has InfiniBand or RoCE, else TCP."""
     gpudirect: bool = True
     """False to measure only all-reduce, with GPUDirect RDMA turned off in NCCL."""
 
@@ -52,7 +52,7 @@ class PairTask(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     source: int
     target: int
     addresses: tuple[str, str]
-    """Those of source and target on the network under test."""
+    """Addresses of source and target on the network under test."""
     transport: Transport
     load: LoadPattern
     both_ways: bool = False

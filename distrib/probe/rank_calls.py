@@ -37,7 +37,7 @@ class RankCalls:
     Args:
         comm: MPI communicator of all ranks.
         worker: Performs the tasks of rank 0.
-        timeouts: Those of the probe.
+        timeouts: Timeouts of the probe.
     """
 
     def __init__(self, comm: Any, worker: TaskPerformer, timeouts: ProbeTimeouts) -> None:

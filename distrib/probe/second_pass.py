@@ -16,10 +16,10 @@ from distrib.probe.settings import LIMITS, Transport
 from distrib.probe.stages import Stage, alone_rounds
 
 CROSSING_SECONDS = 0.6
-"""Duration of the phase that gives the ratio of an uplink: long, so that the start and end of streams matter little."""
+"""Duration of the phase that measures an uplink: long, so that the start and end of streams have little effect."""
 
 MAX_SIDES_ATTEMPTS = 3
-"""Attempts to find the sides of a shared link: other processes on a host can spoil one."""
+"""Attempts to find the sides of a shared link. Other processes on a host can disturb an attempt."""
 
 
 def suspicious_stage(inputs: DiagnosisInputs, runner: MeasurementRunner, transport: Transport) -> Stage | None:
@@ -27,7 +27,7 @@ def suspicious_stage(inputs: DiagnosisInputs, runner: MeasurementRunner, transpo
 
     Args:
         inputs: The measurements so far.
-        runner: Has the settings of the mode.
+        runner: Contains the settings of the mode.
         transport: The transport by which links are judged.
 
     Returns:
@@ -51,7 +51,7 @@ def find_shared_link(
         inputs: The measurements so far.
         runner: Measures pairs.
         transport: The transport by which links are judged.
-        emit: Takes the two sides, if found.
+        emit: Called with the two sides, if found.
 
     Returns:
         Notes for the user: why slowed pairs could not be assigned to two sides.

@@ -61,7 +61,7 @@ def plan_stages(
 
     Args:
         hosts: Number of hosts.
-        settings: Those of the mode.
+        settings: Settings of the probe mode.
         primary: The transport by which links are judged.
         networks: Subnets of NICs besides those of the job.
 
@@ -104,7 +104,7 @@ def alone_rounds(hosts: int, settings: ProbeSettings) -> tuple[int, float]:
 
     Args:
         hosts: Number of hosts.
-        settings: Those of the mode.
+        settings: Settings of the probe mode.
 
     Returns:
         The number of rounds, and the seconds of each direction.

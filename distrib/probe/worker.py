@@ -1,4 +1,4 @@
-"""Worker of one rank: does its part of each measurement and replies, whether it succeeded or failed."""
+"""Worker of one rank: performs its part of each measurement and replies with the result or the failure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Worker:
         """Failed exchanges: MPI may still write into their memory."""
 
     def perform(self, task: Measurement) -> TaskReply:
-        """Do this rank's part of a task.
+        """Perform this rank's part of a task.
 
         Args:
             task: The task.
@@ -73,7 +73,7 @@ class Worker:
                 reply = (
                     self._measure_mpi(task, deadline) if task.transport == "mpi" else self._measure_tcp(task, deadline)
                 )
-        except Exception as error:  # torch raises many kinds; each costs one measurement, not the probe
+        except Exception as error:  # torch raises many types; each ends one measurement, not the probe
             reply = TaskReply(number=task.number, rank=self.rank, failed=first_line(error))
         busy = max(reply.busy, load.busy_fraction())
         return msgspec.structs.replace(reply, seconds=time.monotonic() - begun, busy=busy)

@@ -16,23 +16,23 @@ log = get_logger("training")
 
 
 MAX_OVERFLOWS_IN_A_ROW = 40
-"""A scale halved this often makes gradients 1e12 times smaller: then it is not the scale that makes them infinite."""
+"""Consecutive overflows after which training fails. Halved so often, the scale is 1e12 times smaller, so it is not the cause."""
 
 
 class ScalerSteps:
-    """Replaces `step` and `update` of one GradScaler."""
+    """Replacement of `step` and `update` of one GradScaler."""
 
     def __init__(self, scaler: torch.amp.GradScaler, steppers: Sequence[OptimizerStepper]) -> None:
         """Replace the methods.
 
         Args:
             scaler: The script's GradScaler.
-            steppers: All of the job; the list may grow.
+            steppers: The steppers of the job; the list may grow.
         """
         self._scaler, self._steppers = scaler, steppers
         self._own_step, self._own_update = scaler.step, scaler.update
         self._overflows: weakref.WeakKeyDictionary[OptimizerStepper, int] = weakref.WeakKeyDictionary()
-        """By stepper the number of steps that were skipped since the last that was not."""
+        """Number of consecutive skipped steps, by stepper."""
         scaler.step, scaler.update = self._step, self._update  # type: ignore[method-assign]
 
     def _step(self, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:

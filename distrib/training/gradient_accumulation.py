@@ -1,6 +1,6 @@
-"""Gradient accumulation, and the weighting of batches of unequal sizes: a step has the mean gradient over all its samples.
+"""Gradient accumulation, and weights for batches of unequal sizes: a step has the mean gradient over all its samples.
 
-A loss is taken to be the mean over the samples of its batch. A rank with b of the B samples of all R ranks weights its gradient by
+A loss must be the mean over the samples of its batch. A rank with b of the B samples of all R ranks weights its gradient by
 R b / B. Over several batches the gradient is the sum of b times each gradient, times R / sum of B. The weight is applied when a
 gradient arrives, before it is averaged over ranks, so scripts clip and read the mean.
 """
@@ -26,15 +26,15 @@ class BatchSamples:
     own: int = 1
     all: int = 1
     weighted_by: dict[torch.Tensor, GradientAccumulator] = field(default_factory=dict)
-    """The accumulator that weights a parameter's gradient: one, however many optimizers have the parameter."""
+    """The accumulator that weights a parameter's gradient: only one, even if several optimizers have the parameter."""
 
 
 class GradientAccumulator:
-    """Accumulates the gradients of one optimizer over `batches` batches, weighted by their samples.
+    """Accumulator of one optimizer's gradients over `batches` batches, weighted by their samples.
 
-    Until the last batch of a group `.grad` holds the gradient of one batch, which the script may clip or read. Its value after
+    Until the last batch of a group, `.grad` holds the gradient of one batch, which the script may clip or read. Its value after
     backward counts, unless the script clears it. It is added to a copy, which takes as much memory as the gradients. When the
-    first gradient of the last batch arrives, the accumulated ones are added to `.grad`, before it is averaged over ranks.
+    first gradient of the last batch arrives, the accumulated gradients are added to `.grad`, before it is averaged over ranks.
     """
 
     def __init__(self, optimizer: Optimizer, samples: BatchSamples, *, ranks: int) -> None:
@@ -149,7 +149,7 @@ class GradientAccumulator:
                 self._count_pass()
             if parameter in self._counted:
                 self._clear(parameter)
-            if not self.is_last or gradient is None:  # None: of an output that the loss does not use
+            if not self.is_last or gradient is None:  # None: an output that the loss does not use
                 return None
             self._merge(self.models.get(parameter, -1))
             weight = self._own * self._ranks / self._current_unit
@@ -219,7 +219,7 @@ class GradientAccumulator:
                 continue
             self._counted.add(parameter)
             if parameter.grad._version != version:
-                # It was clipped, or zeroed: which of them, only the GPU may know yet.
+                # The script has clipped or zeroed it. Only the GPU may know yet which of both.
                 _values(gradient).masked_fill_(~_values(parameter.grad).any(), 0)
             kept = self._accumulated.get(parameter)
             if kept is None:
@@ -228,7 +228,7 @@ class GradientAccumulator:
             else:
                 sums.append(kept)
                 more.append(gradient)
-        if first:  # all in a few kernels: to start one for each takes a GPU longer than its work
+        if first:  # in few kernels: the launch of a kernel per gradient takes a GPU longer than its work
             torch._foreach_mul_(first, weight)
         if sums:
             torch._foreach_add_(sums, more, alpha=weight)

@@ -70,7 +70,7 @@ class OptimizerStepper:
         """The prepared models that have parameters of the optimizer."""
         self._refusal: TrainingError | None = None
         averaged = strategy.averages_gradients and strategy.world.size > 1
-        # A gradient that was pushed to a server cannot be taken back: there the check must not be late.
+        # A gradient that was pushed to a server cannot be revoked, so the check must not be late in mode async.
         late = False if strategy.exclusive_parameters else None
         self._nan_guard = NanGuard(optimizer, on_nan, averaged=averaged, late=late)
         self._step_counts = StepCountCheck(self._name)
@@ -158,7 +158,7 @@ class OptimizerStepper:
         """Prepare for a step that a GradScaler takes.
 
         Args:
-            scaler: It multiplies gradients by its present scale, and may skip the step.
+            scaler: The script's GradScaler, which scales the gradients and may skip the step.
         """
         if not self._scaled:
             self._scaled = True
@@ -393,7 +393,7 @@ def _replace_step(optimizer: Optimizer, take: Callable[..., Any]) -> None:
 
     for mark in [name for name in vars(step) if name.startswith("_torchdynamo")]:
         delattr(step, mark)  # a compiled step: torch would trace into it past this function
-    # A bound method, as schedulers replace `step` by a function of their own; never compiled, as it communicates.
+    # A bound method, because schedulers replace `step` by their own function. Never compiled, because it communicates.
     optimizer.step = MethodType(_disable_dynamo(step), optimizer)  # type: ignore[method-assign]
 
 

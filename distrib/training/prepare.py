@@ -117,7 +117,7 @@ class Preparer:
             stepper.pair(self._state.models)
 
     def release(self, things: Sequence[Any]) -> None:
-        """Forget models and optimizers. Collective.
+        """Release models and optimizers. Collective.
 
         Args:
             things: Prepared models and optimizers; anything else is ignored.

@@ -48,7 +48,7 @@ def join(world: World, device: torch.device, timeout: timedelta) -> World:
     Args:
         world: The ranks of the job.
         device: The device of this rank.
-        timeout: How long to wait for other ranks, here and in collectives.
+        timeout: Longest wait for other ranks, here and in collectives.
 
     Returns:
         The world, with the ranks of this host counted if their number was unknown.

@@ -1,6 +1,6 @@
 """All-reduce benchmark with the backend of training: NCCL on GPUs, Gloo on CPU hosts.
 
-Seconds are kept; bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): size / seconds x 2 (n - 1) / n.
+Results are in seconds. Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): size / seconds x 2 (n - 1) / n.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALL_HOSTS_FRACTION, MIN_SECONDS = 0.8, 0.5
 
 
 class AllReduceBenchmark:
-    """A torch process group over ranks of the probe.
+    """All-reduce benchmark: a torch process group over ranks of the probe.
 
     Args:
         comm: MPI communicator of these ranks.
@@ -44,7 +44,7 @@ class AllReduceBenchmark:
 
     Raises:
         RuntimeError: A rank cannot use its GPU, or the process group did not form.
-        ProbeTimeout: A rank did not come.
+        ProbeTimeout: A rank did not join in time.
     """
 
     def __init__(self, comm: Any, host: str, timeout_seconds: float) -> None:
@@ -103,7 +103,7 @@ class AllReduceBenchmark:
         return tuple(reversed(found))
 
     def _allocate(self, size_bytes: int) -> Any:
-        """Allocate the tensor to reduce. Raises RuntimeError on all ranks if one has not enough memory."""
+        """Allocate the tensor to reduce. Raises RuntimeError on all ranks if a rank has too little memory."""
         data, problem = None, ""
         try:
             data = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device).view(torch.float32)
@@ -117,7 +117,7 @@ class AllReduceBenchmark:
     def _measure_sizes(
         self, data: Any, sizes: tuple[int, ...], group: Any, seconds: float
     ) -> list[tuple[Point, float]]:
-        """Return a point for each size, with the seconds it took to measure, until too little of `seconds` is left."""
+        """Return a point for each size and the duration of its measurement, until too little of `seconds` is left."""
         found: list[tuple[Point, float]] = []
         left = seconds
         last = 0.0

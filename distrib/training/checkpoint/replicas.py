@@ -113,7 +113,7 @@ def newest(stamps: Sequence[Stamp | None], run: Run) -> int:
     """Choose the checkpoint to restore: the newest of this run, else of rank 0's run, else of the run that wrote last.
 
     Args:
-        stamps: By rank; None where a rank has no checkpoint.
+        stamps: Stamps by rank; None for a rank without checkpoint.
         run: The present run.
 
     Returns:
@@ -136,7 +136,7 @@ def later(stamps: Sequence[Stamp | None], chosen: int) -> tuple[int, Stamp, Stam
     """Find a later checkpoint of another run than the chosen one's.
 
     Args:
-        stamps: By rank.
+        stamps: Stamps by rank.
         chosen: The rank whose checkpoint is restored.
 
     Returns:

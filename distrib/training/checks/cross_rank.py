@@ -1,4 +1,4 @@
-"""Verify that all ranks prepare the same things, before they wait for each other."""
+"""Check that all ranks prepare the same objects, before they wait for each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INDICES = "Subset.indices"
 
 
 def check_identical(things: Sequence[Any], models: Sequence[nn.Module], **options: Any) -> None:
-    """Compare kinds, counts and options of what is prepared with those of rank 0. Collective.
+    """Compare types, numbers and options of the objects to prepare with those of rank 0. Collective.
 
     Args:
         things: The arguments of `job.prepare`.
@@ -71,7 +71,7 @@ def list_names(names: Sequence[str]) -> str:
         names: The names.
 
     Returns:
-        Such as "a, b, c and 2 more".
+        A text such as "a, b, c and 2 more".
     """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

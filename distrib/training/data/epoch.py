@@ -41,7 +41,7 @@ class StepClock:
 
 
 class EpochCounter:
-    """The epoch of one loader: a pass with a step is an epoch. Without optimizers, every pass is.
+    """Counter of one loader's epochs: a pass with a step is an epoch. Without optimizers, every pass is one.
 
     A step belongs to a pass if it was taken before the pass ended. It also does if the pass read the latest batch before it, as
     `next(iter(loader))` does. So one rank may read a batch or evaluate alone.
@@ -80,7 +80,7 @@ class EpochCounter:
         """Set the number of the next epoch.
 
         Args:
-            number: From 0.
+            number: Number of the epoch, from 0.
         """
         self._number, self._pass = number, None
 
@@ -94,7 +94,7 @@ class EpochCounter:
         return self._pass
 
     def on_batch(self, one: LoaderPass) -> None:
-        """Record that a pass hands out a batch.
+        """Record that a pass yields a batch.
 
         Args:
             one: The pass.
@@ -107,7 +107,7 @@ class EpochCounter:
         clock.latest, clock.latest_steps = one, steps
 
     def end(self, one: LoaderPass) -> None:
-        """Record that a pass has ended, or was left.
+        """Record that a pass has ended, or that the script left its loop.
 
         Args:
             one: The pass.

@@ -1,4 +1,4 @@
-"""The loaders of a job: prepared with one seed, and compared across ranks."""
+"""Loaders of a job: prepared with a common seed, and compared across ranks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class JobLoaders(StepObserver):
 
     def _on_epoch_end(self, one: LoaderPass) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # a thread that prefetches ends at another step on each rank
+            return  # a prefetching thread ends at another step on each rank
         clock, behind = self._context.clock, 0
         if (steps := clock.count_steps()) is not None:
             behind = one.batches + one.outstanding_steps - (steps - one.begin_steps)

@@ -1,8 +1,8 @@
-"""Larger batches for faster ranks, so that no rank waits for the slowest.
+"""Load balancing: larger batches for faster ranks, so that no rank waits for the slowest.
 
-The global batch stays the same; only its division changes, and gradients are weighted by samples
-(`distrib.training.gradient_accumulation`). A rank's time is that of its own part of a step, from its end of the last one until its
-last gradient. Waiting for other ranks afterwards does not count.
+The global batch stays the same. Only its division changes, and gradients are weighted by samples
+(`distrib.training.gradient_accumulation`). A rank's time runs from the request of its batch to its last gradient. Later waits for
+other ranks do not count.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ class BalancerSettings:
     skipped_batches: int = 2
     """First batches of an epoch, or after a change, that are not measured: caches and compilers warm up."""
     measured_batches: int = 9
-    """Batches of which the median counts."""
+    """Batches in a measurement, of which the median counts."""
     pause_batches: int = 50
     """Batches between two measurements, once shares are stable."""
     min_difference_fraction: float = 0.05
-    """Difference in time that changes shares: a step's length varies as much."""
+    """Relative difference in time above which shares change. Step times vary by about as much."""
     pause_measurements: int = 10
-    """Measurements without a change, after one that gained less than half of the expected time."""
+    """Measurements without a change after a change that gained less than half of the expected time."""
 
 
 SETTINGS = BalancerSettings()
 
 
 class LoadBalancer:
-    """The shares of the ranks in one loader's global batches. All ranks decide at the same batch, from the same measurements."""
+    """Load balancing of one loader: the shares of the ranks in its global batches.
+
+    All ranks decide at the same batch, from the same measurements.
+    """
 
     def __init__(
         self, *, gather: Callable[[list[float]], list[list[float]]], parameters: Callable[[], Iterable[torch.Tensor]]
@@ -98,7 +101,7 @@ class LoadBalancer:
         Args:
             step: Number of the step in this epoch.
             samples: Samples of this rank.
-            has_step: True if a step was taken in this epoch; else other ranks may be elsewhere.
+            has_step: True if a step was taken in this epoch. Otherwise, other ranks may not be in this loader.
         """
         if self._timer and self._begun and self._last:
             self._timer.wait(self._last)
@@ -152,7 +155,7 @@ class BatchTiming(NamedTuple):
 
 
 class ShareController:
-    """The decisions of a balancer: speeds change if ranks differ, and change back if that gained too little."""
+    """Decisions of a load balancer: speeds change if ranks differ, and change back if the gain is too small."""
 
     def __init__(self) -> None:
         self._present: tuple[float, ...] = ()
@@ -164,7 +167,7 @@ class ShareController:
         """Decide after a measurement.
 
         Args:
-            timings: Of each rank.
+            timings: Timing of each rank.
 
         Returns:
             The speeds from now on; empty while ranks are equally fast.
@@ -196,8 +199,8 @@ def updated_speeds(timings: Sequence[BatchTiming], present: tuple[float, ...]) -
     """Compute the speeds of the ranks.
 
     Args:
-        timings: Of each rank.
-        present: The speeds so far.
+        timings: Timing of each rank.
+        present: The present speeds.
 
     Returns:
         Samples per second of each rank. `present` if a rank measured nothing, or the difference is below

@@ -1,4 +1,4 @@
-"""The loader that a rank reads: its share of a DataLoader's batches, on its device."""
+"""Loader of one rank: its share of a DataLoader's batches, on its device."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ class ShardedLoader(Iterable[Any]):
         """Set the number of the next epoch, as DistributedSampler does.
 
         Args:
-            epoch: From 0. Later epochs count from it.
+            epoch: Number of the epoch, from 0. Later epochs count from it.
         """
         self._epochs.set(epoch)
 

@@ -71,7 +71,7 @@ class ModelSynchronizer:
         exclude_hooks_from_copies(model, self._before_copy)
 
     def remove_model(self, model: nn.Module) -> None:
-        """Forget a model that is trained no more.
+        """Remove a model that is not trained any more.
 
         Args:
             model: The model.
@@ -103,7 +103,7 @@ class ModelSynchronizer:
             self.owners[parameter] = table, chunks
 
     def remove_table(self, table: WorkerTable) -> None:
-        """Forget a table that is trained no more.
+        """Remove a table that is not trained any more.
 
         Args:
             table: The table.

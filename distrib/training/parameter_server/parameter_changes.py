@@ -37,7 +37,7 @@ class PushedGradients:
         self._pushed[parameter] = parameter.grad, parameter.grad._version, _fingerprint(parameter.grad)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all recorded gradients."""
         self._pushed.clear()
 
     def unchanged(self) -> set[torch.Tensor]:
@@ -103,7 +103,7 @@ class ParameterChangeCheck:
                 "the servers overwrite such changes. Set values before job.prepare or with load_state_dict, or use --mode sync")  # fmt: skip
 
     def clear(self) -> None:
-        """Forget all parameters, as values were loaded."""
+        """Drop all recorded parameters, because values were loaded."""
         self._fingerprints.clear()
 
 

@@ -48,7 +48,7 @@ class AllGatherRounds:
             del self._results[old]
 
     def forget_request(self, worker: int) -> None:
-        """Forget a worker's request: its connection is lost, and it will ask again.
+        """Drop a worker's request after its connection was lost. The worker will repeat it.
 
         Args:
             worker: Rank of the worker.
@@ -132,7 +132,7 @@ class StoredResults:
         self._fetches.append((worker, request))
 
     def forget_requests(self, worker: int) -> None:
-        """Forget a worker's requests: its connection is lost, and it will ask again.
+        """Drop a worker's requests after its connection was lost. The worker will repeat them.
 
         Args:
             worker: Rank of the worker.

@@ -1,4 +1,4 @@
-"""The interface of a training strategy, and the registry of the strategies.
+"""Interface of the training strategies, and the creation of the strategy chosen at launch.
 
 To add a strategy, write a module with a subclass of `TrainingStrategy` and register it in `distrib.strategy.STRATEGIES`.
 """
@@ -162,7 +162,7 @@ class TrainingStrategy:
             models: The models that the optimizer trains.
 
         Raises:
-            TrainingError: A gradient is missing for which other ranks wait, or was not averaged.
+            TrainingError: A gradient was not averaged, or a parameter has no gradient that other ranks wait for.
         """
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
@@ -217,7 +217,7 @@ class TrainingStrategy:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, with the parameters that the models have now.
+        """Restore the strategy's state from a checkpoint, after the models' parameters.
 
         Args:
             state: The result of `state_dict` on rank 0.
@@ -255,7 +255,7 @@ class ElasticStrategy(TrainingStrategy):
         """Reduce a tensor over the present ranks. Collective.
 
         Args:
-            tensor: Of the same shape and type on every rank.
+            tensor: A tensor of the same shape and type on every rank.
             op: `mean`, `sum`, `max` or `min`.
 
         Returns:
@@ -292,7 +292,7 @@ def create_strategy(settings: Strategy, world: World, device: torch.device) -> T
         An instance of the registered class; `TrainingStrategy` itself for a single rank without servers.
 
     Raises:
-        TrainingError: This machine cannot carry out the strategy.
+        TrainingError: This machine does not support the strategy.
     """
     if world.size == 1 and settings.mode != "async":
         return TrainingStrategy(settings, world, device)
