@@ -1,7 +1,7 @@
 """Program that Open MPI runs in place of ssh: `python -m distrib_launch.engines.ssh_wrapper HOST COMMAND`.
 
 Open MPI splits its ssh command at every blank, and starts its daemon on every host at the path that it has on this machine. The wrapper
-is needed if the ssh command has blanks in its words, hosts have other interpreters, or a login shell is not supported by PRRTE.
+is needed for blanks in the ssh command, for hosts with other interpreters, and for login shells that PRRTE does not support.
 Standard library only.
 """
 
@@ -40,6 +40,7 @@ def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[st
 
 
 def main() -> None:
+    """Replace this process by the ssh command."""
     settings = Path(os.environ[DISTRIB_RUN_DIR], "agent.json").read_text()
     command = rewrite(sys.argv[1:], json.loads(settings))
     os.execvp(command[0], command)

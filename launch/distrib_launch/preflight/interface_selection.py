@@ -333,8 +333,8 @@ def _leading(
 ) -> dict[str, list[RdmaPort]]:
     """Return the ports without RoCE ports that do not reach all hosts: those without an address or outside the networks of all hosts.
 
-    NCCL would connect the first port of one host with the first of another, and time out. Routed rails, each port in a network of its
-    own or of its rack, are kept if they are faster than the ports in a network of all hosts, which are then for storage.
+    NCCL would connect the first port of one host with the first of another, and time out. A routed rail is a port in a network of its own
+    or of its rack. Routed rails are kept if they are faster than the ports in a network of all hosts, which are then for storage.
     """
     subnets: dict[tuple[str, str, int], set[Network]] = {}
     for host, ports in active.items():

@@ -1,6 +1,6 @@
 """CPUs, GPUs and threads of each rank of a host.
 
-Every rank computes the shares of all ranks of its host from the same data and takes its own, so the engine must not bind the ranks
+Every rank computes the shares of all ranks of its host from the same data, and uses its own share. The engine must not bind the ranks
 itself. `--dry-run` shows the shares on this machine. Standard library only.
 """
 

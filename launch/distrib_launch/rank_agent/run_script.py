@@ -1,7 +1,7 @@
 """Run a rank's script in this process, as `python SCRIPT` or `python -m MODULE` would, and report how it ended.
 
-The agent starts `python run_script.py SCRIPT [ARGS...]`. Two things differ from `python SCRIPT`: an uncaught exception is written to the
-error file in torchrun's format, and a rank that failed does not wait in MPI_Finalize (as `python -m mpi4py`, but without MPI_Abort).
+The agent starts `python run_script.py SCRIPT [ARGS...]`. Two things differ from `python SCRIPT`. An uncaught exception is written to the
+error file in torchrun's format. A failed rank does not wait in MPI_Finalize, as with `python -m mpi4py`, but without MPI_Abort.
 It imports only the standard library before the script, whose own modules must not be shadowed; so names of variables are literals.
 """
 # ruff: noqa: PTH100, PTH109, PTH119, PTH120, PTH123  (pathlib takes a third of the start of a short script)

@@ -138,10 +138,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> int:
+        """Return the number of hosts."""
         return sum(len(group.names) for group in self.groups)
 
     @property
     def gpus(self) -> int:
+        """Return the number of GPUs of all hosts."""
         return sum(len(group.names) * (group.gpus or 0) for group in self.groups)
 
 
