@@ -97,7 +97,7 @@ def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
         path: The file.
 
     Returns:
-        The stamp, NO_STAMP if the file has none, None if there is no file.
+        The stamp; NO_STAMP if the file has none, None if the file does not exist.
     """
     if not Path(path).is_file():
         return None

@@ -45,7 +45,7 @@ class LoaderContext:
     device: torch.device
     clock: StepClock
     is_training: Callable[[], bool | None]
-    """Returns True if a prepared model is in training mode, None if there is no model."""
+    """Returns True if a prepared model is in training mode, None without prepared models."""
     set_batch_samples: Callable[[int, int], tuple[int, int]]
     """Records the samples of this rank's batch and of the global batch; returns the values before."""
     on_read: Callable[[], None] = lambda: None

@@ -223,7 +223,7 @@ class ServerConnections:
         try:
             self._tick()
             self.loop.run()
-        except Exception as error:  # the training thread must not wait for ever
+        except Exception as error:  # the training thread must not wait forever
             self.fail(error)
         for link in self._links:
             link.disconnect()
@@ -336,7 +336,7 @@ class ParameterClient(ServerConnections):
         self.loop.call_soon(lambda: self.offer_memory(table, arenas))
 
     def join_group(self, group: HostGroup) -> None:
-        """Push together with other workers of this host from now on.
+        """Join a host group, which pushes the mean of this host's workers from now on.
 
         Args:
             group: This worker's part in the group.
@@ -350,7 +350,7 @@ class ParameterClient(ServerConnections):
         self.loop.call_soon(join)
 
     def forget_table(self, table: int) -> None:
-        """Drop a table that is trained no more, and return when nothing here refers to its memory.
+        """Drop a table that is not trained any more. Returns once no reference to its memory is left.
 
         Args:
             table: Number of the table.

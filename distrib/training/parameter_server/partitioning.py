@@ -2,7 +2,7 @@
 
 The parameters of one optimizer group are concatenated and divided into chunks of nearly equal size. The number of chunks is a
 multiple of the number of servers, so every server gets the same share of each group. A large tensor has several chunks, and many
-small tensors share one, so headers are small beside the data. A chunk goes to the server with the least data so far, so the chunks
+small tensors share one, so headers are small beside the data. A chunk goes to the server with the least data so far. So the chunks
 that the forward pass needs first are spread over all servers.
 """
 

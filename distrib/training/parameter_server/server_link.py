@@ -58,7 +58,7 @@ class ServerLink:
     # -- the connection ------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Connect if there is no connection, and try the next server if one does not welcome this worker in time.
+        """Connect if disconnected, and try the next server if the present one does not accept this worker in time.
 
         Args:
             now: Seconds of the monotonic clock.

@@ -99,11 +99,11 @@ class HostGroup:
         return self.client.result(future)
 
     def restart(self, table: int, step: int) -> None:
-        """Continue after the leader has joined the servers again, as the whole host was disconnected. For the training thread.
+        """Continue after the whole host was disconnected and the leader has rejoined the servers. For the training thread.
 
         Args:
             table: Number of the table.
-            step: The last step, as the servers count.
+            step: The last step, as counted by the servers.
         """
 
     def wait_for_members(self) -> None:

@@ -30,7 +30,7 @@ CONNECT_TIMEOUT_SECONDS = 5.0
 """Time that the members get to connect. All workers have just met, so a member that takes longer has died."""
 
 AWAY_TIMEOUT_SECONDS = 0.5
-"""Time that a round waits for a worker that waits elsewhere; a barrier of workers in the same step takes less."""
+"""Time that a round waits for a worker that waits in another operation. A barrier of workers in the same step takes less."""
 
 
 class HostLeader(HostGroup):
@@ -67,7 +67,7 @@ class HostLeader(HostGroup):
         self.client.loop.watch(self._listener, self._accept)
 
     def tick(self, now: float) -> None:
-        """Remove members that have not connected, and exclude members that have disconnected for too long.
+        """Remove members that have not connected in time, and exclude members that block a round while they wait in another operation.
 
         Args:
             now: Seconds of the monotonic clock.

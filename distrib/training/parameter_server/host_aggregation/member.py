@@ -1,4 +1,4 @@
-"""A member of a host's group: it notifies the host leader of its gradients and receives new values from it."""
+"""Member of a host group: notifies the host leader of its gradients and receives new values from it."""
 
 from __future__ import annotations
 
