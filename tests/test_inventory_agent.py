@@ -259,7 +259,7 @@ def test_rdma_ports_and_whether_they_may_be_opened(monkeypatch, usable, layer, t
         "/sys/class/infiniband": ["mlx5_0"], "/sys/class/infiniband_verbs": ["uverbs3"],
         "/sys/class/infiniband/mlx5_0/ports": ["1"],
     }  # fmt: skip
-    monkeypatch.setattr(network_inventory, "read_text", lambda path: files.get(path, ""))
+    monkeypatch.setattr(network_inventory, "read_proc_text", lambda path: files.get(path, ""))
     monkeypatch.setattr(network_inventory, "list_entries", lambda path: folders.get(path, []))
     monkeypatch.setattr(os, "access", lambda path, _: usable and path == "/dev/infiniband/uverbs3")
     (found,) = network_inventory.read_rdma_ports()
@@ -283,7 +283,7 @@ def test_the_lowest_limit_of_the_control_groups_counts(monkeypatch, group, folde
         place("memory", f"/jobs/mine/{'memory.limit_in_bytes' if old else 'memory.max'}"): "1000000",
         place("memory", f"/{'memory.limit_in_bytes' if old else 'memory.max'}"): str(1 << 62),
     }
-    monkeypatch.setattr(inventory_agent, "read_text", lambda path, *_: files.get(path, ""))
+    monkeypatch.setattr(inventory_agent, "read_proc_text", lambda path, *_: files.get(path, ""))
     assert inventory_agent.cgroup_limit("pids", "pids.max", "pids.max") == 100
     assert inventory_agent.cgroup_limit("memory", "memory.max", "memory.limit_in_bytes") == 1_000_000
 
