@@ -103,7 +103,11 @@ def test_lessons(strategy, ranks, lessons, told, tmp_path):
             assert result.stderr.count(TOLD[lesson]) == 1, result.stderr
         else:
             assert TOLD[lesson] not in during[lesson], result.stderr
-    assert result.stderr.count("replicas diverge") == len({"apart", "apart_later", "unequal"} & {*told.split()})
+    # In mode local one rank alone catches the error of the lesson `nan`, and takes fewer steps.
+    diverged = {"apart", "apart_later", "unequal"} & {*told.split()}
+    if strategy.get("mode") == "local":
+        diverged |= {"nan"} & {*lessons.split()}
+    assert result.stderr.count("replicas diverge") == len(diverged), result.stderr
     if "unequal" in during:
         taken = re.findall(r"warning: rank 0 has taken (\d+) steps, rank 1 (\d+): replicas diverge", result.stderr)
         assert [int(first) - int(second) for first, second in taken] == [3], result.stderr

@@ -95,7 +95,7 @@ def test_ssh_refused_key_refused_and_unknown_keys(make_cluster, launch, tmp_path
         cluster,
         "n3",
         "ssh",
-        "by ProxyJump or ProxyCommand, failed: ssh: connect to host n4 port 22: Connection refused",
+        "connect to host n4 port 22: Connection refused",
     )
 
 

@@ -277,6 +277,8 @@ def _explain_ssh(query: HostQuery, err: str) -> CheckResult:
         "ssh": query.ssh,
         "words": words,
     }
+    if "UNKNOWN port" in err:  # ssh's name for the end of a ProxyJump or ProxyCommand that failed
+        return error(query.name, "ssh", f"the jump host or proxy command failed: {lines[0]}", f"try: {query.ssh} true")
     for pattern, reason, fix in SSH_EXPLANATIONS:
         if re.search(pattern, err, re.IGNORECASE):
             return error(query.name, "ssh", reason.format(**fields), fix.format(**fields))
