@@ -1,11 +1,12 @@
-"""Loss against the clock and against samples: synchronous, asynchronous and bounded, where hosts and wires are good and not.
+"""Loss against time and samples: synchronous, asynchronous and bounded staleness, on good and bad hosts and networks.
 
-    python benchmarks/comparison.py run [--seconds 20] [--seeds 3] [--results FILE]    what was run is kept
+    python benchmarks/comparison.py run [--seconds 20] [--seeds 3] [--results FILE]    results are kept
     python benchmarks/comparison.py plot FILE.svg [--results FILE]
 
-4 virtual hosts with one worker each (root, iproute2, sshd), the examples' CNN on the digits, batches of 16. A step computes
-for real and pauses for 50 ms, as if it were larger; the pauses keep four workers from fighting for this machine's cores. The
-learning rate is scaled by the number of ranks (`job.scale_lr`), which in asynchronous training each update has its part of.
+The cluster has 4 virtual hosts with one worker each (root, iproute2, sshd). They train the examples' CNN on the
+digits with batches of 16. A step computes and then pauses for 50 ms, as if it were larger. The pauses keep four
+workers from competing for this machine's cores. `job.scale_lr` scales the learning rate by the number of ranks. An
+asynchronous update uses its share of that rate.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ MODES: dict[str, tuple[list[str], list[str]]] = {
     "at most 4 steps ahead": (["--mode", "async", "--staleness", "4"], []),
 }
 WINDOW = 25
-"""Steps of all workers over which a loss is averaged."""
+"""Number of steps of all workers in the moving average of the loss."""
 
 
 def run(cluster: Cluster, options: list[str], arguments: list[str]) -> list[tuple[float, float]]:
-    """Seconds since the first step began and loss of every step of every worker, by time."""
+    """Return seconds since the first step began, and loss, of every step of every worker, by time."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             LAUNCH,
@@ -68,14 +69,14 @@ def run(cluster: Cluster, options: list[str], arguments: list[str]) -> list[tupl
 
 
 def smooth(steps: list[tuple[float, float]]) -> tuple[list[float], list[int], list[float]]:
-    """Seconds, samples and mean loss of the last steps, at each step."""
+    """Return seconds, samples and mean loss of the last steps, at each step."""
     losses = [loss for _, loss in steps]
     means = [statistics.fmean(losses[max(0, n - WINDOW) : n]) for n in range(1, len(losses) + 1)]
     return [at for at, _ in steps], [BATCH * n for n in range(1, len(steps) + 1)], means
 
 
 def when(steps: list[tuple[float, float]], goal: float) -> tuple[float, int] | None:
-    """The seconds and samples after which the loss was below the goal."""
+    """Return the seconds and samples after which the loss was below the goal."""
     for at, samples, loss in zip(*smooth(steps), strict=True):
         if samples > BATCH * WINDOW and loss < goal:
             return at, samples
@@ -89,7 +90,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(2, len(PLACES), sharey=True, squeeze=False)
     for column, (place, (title, _, _)) in enumerate(PLACES.items()):
         for mode in MODES:
-            # The seed in the middle, by the samples it came to.
+            # The median seed, by the number of its samples.
             runs = sorted(results[place][mode].values(), key=len)
             seconds, samples, losses = smooth(runs[len(runs) // 2])
             axes[0][column].plot(seconds, losses, label=mode, linewidth=1)
@@ -103,7 +104,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def table(results: dict[str, Any]) -> None:
-    """For each place and mode: steps a second, and when the loss was low for the first time; medians over seeds."""
+    """Print steps per second and time to low loss for each place and mode; medians over seeds."""
     goal = 0.3
     print(f"{'':34}{'mode':>24}{'samples/s':>11}{f's to loss {goal}':>16}{'samples to it':>15}{'seeds':>7}")
     for place, (title, _, _) in PLACES.items():

@@ -1,11 +1,12 @@
-"""How long to 97 % on the digits when the wire is slow: every strategy beside torch's DistributedDataParallel.
+"""Time to 97 % accuracy on the digits over a slow network: each strategy against torch's DistributedDataParallel.
 
-    python benchmarks/convergence.py run ddp local --seeds 0 1 [--results FILE]     a part; what was run is kept
+    python benchmarks/convergence.py run ddp local --seeds 0 1 [--results FILE]     some contenders; results are kept
     python benchmarks/convergence.py table [--results FILE]
 
-4 virtual hosts with one rank each at 100 Mb/s (root, iproute2, sshd). The same network, data, batches of 16, schedule and
-number of epochs for all. Seconds and bytes are of training alone; accuracy is that on 1,000 images that are not trained on,
-looked at after each epoch. A run takes up to a minute. Real arithmetic on this machine's cores, real bytes on shaped links.
+The cluster has 4 virtual hosts with one rank each at 100 Mb/s (root, iproute2, sshd). Model, data, batches of 16,
+schedule and number of epochs are the same for all. Seconds and bytes exclude evaluation. Each epoch ends with the
+accuracy on 1,000 validation images. A run takes up to a minute. Ranks compute on this machine's cores, and traffic
+crosses shaped links.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CONTENDERS: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 def run(cluster: Cluster, name: str, seed: int, epochs: int, extra: list[str]) -> list[dict[str, Any]]:
-    """The epochs of one training."""
+    """Run one training and return its epochs."""
     _, options, arguments = CONTENDERS[name]
     with tempfile.TemporaryDirectory() as scratch:
         command = [
@@ -64,7 +65,7 @@ def run(cluster: Cluster, name: str, seed: int, epochs: int, extra: list[str]) -
 
 
 def goal_seconds(epochs: list[dict[str, Any]]) -> float | None:
-    """The seconds of training after which the accuracy was reached; None: never."""
+    """Return the seconds of training until the accuracy was reached, or None."""
     return next((epoch["seconds"] for epoch in epochs if epoch["accuracy"] >= GOAL), None)
 
 

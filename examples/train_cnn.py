@@ -1,4 +1,4 @@
-"""Trains a small CNN on handwritten digits, on all the GPUs or CPUs it is given."""
+"""Train a small CNN on handwritten digits, on all GPUs or CPUs of the job."""
 
 from __future__ import annotations
 

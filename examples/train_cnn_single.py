@@ -1,4 +1,4 @@
-"""Trains a small CNN on handwritten digits, on one GPU or CPU. `train_cnn.py` is the same on many."""
+"""Train a small CNN on handwritten digits, on one GPU or CPU. `train_cnn.py` does so on several."""
 
 from __future__ import annotations
 

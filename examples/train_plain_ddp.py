@@ -1,4 +1,4 @@
-"""Trains a small CNN on handwritten digits with torch alone: any launcher that sets torchrun's variables will do."""
+"""Train a small CNN on handwritten digits with plain torch, under any launcher that sets torchrun's variables."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # the model must be gone: while it holds the group, Gloo's threads are not waited for and may abort
-    time.sleep(0.1)  # before torch 2.8 they must be done with their tensors, or what follows may wait for ever
+    gc.collect()  # free the model: while it holds the group, Gloo's threads are not joined and may abort
+    time.sleep(0.1)  # before torch 2.8 the threads must first release their tensors, else later calls may hang
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Hosts that tests make up."""
+"""Made-up host inventories for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def inventory(hostname: str = "n1", **facts: Any) -> Inventory:
-    """A host that is fit, apart from `facts`."""
+    """Return the inventory of a healthy host, changed by `facts`."""
     usual: dict[str, Any] = {
         "hostname": hostname, "network_identity": hostname, "user": "kim", "python": "3.11.7",
         "executable": "/opt/venv/bin/python",

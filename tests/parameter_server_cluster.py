@@ -19,14 +19,14 @@ from distrib.training.parameter_server.transport import Frame, FrameKind
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
 from distrib.training.world import World
 
-SEEDING = threading.Lock()  # the workers of a test share torch's random numbers
+SEEDING = threading.Lock()  # the workers of a test share torch's random state
 
 
 CPU = torch.device("cpu")
 
 
 class Cluster:
-    """Servers in threads of this process, and workers that know them."""
+    """Servers in threads of this process, and workers connected to them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, servers: int, workers: int, strategy: Strategy) -> None:
         self.workers, self.strategy = workers, strategy
@@ -48,7 +48,7 @@ class Cluster:
         return self.backends[-1]
 
     def each(self, work: Callable[[ParameterServerStrategy], Any], hosts: str = "") -> list[Any]:
-        """What `work` returns on every worker, all at once; raises what one of them raised. Threads are named `host rank`."""
+        """Run `work` on all workers at once, in threads named `host rank`. Raise the first error of a worker."""
         results: list[Any] = [None] * self.workers
 
         def run(rank: int) -> None:
@@ -72,7 +72,7 @@ class Cluster:
         return results
 
     def lose(self, number: int) -> None:
-        """A server dies: its connections break, and nobody listens any more."""
+        """Kill a server: its connections break and its port closes."""
         lost = self.servers[number]
 
         def end() -> None:
@@ -89,12 +89,12 @@ class Cluster:
         self.report(self.workers + number, dead=True)
 
     def report(self, rank: int, *, dead: bool) -> None:
-        """The launcher reports to all servers that a rank has died or is restarted."""
+        """Report to all servers that a rank died or was restarted, as the launcher does."""
         for server in self.servers:
             server.loop.call_soon(lambda server=server: server.on_rank_event(rank, dead=dead))  # type: ignore[misc]
 
     def start_again(self, number: int, monkeypatch: pytest.MonkeyPatch) -> ParameterServer:
-        """A server takes the place of one that died, as the launcher starts it."""
+        """Start a replacement of a server that died, as the launcher does."""
         with monkeypatch.context() as environment:
             environment.setenv("DISTRIB_RESTARTED", "1")
             server = ParameterServer(number, self.servers[number].addresses, self.workers, b"key", self.strategy)
@@ -118,7 +118,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     made: list[Cluster] = []
 
     def build(servers: int = 2, workers: int = 1, **strategy: Any) -> Cluster:
-        counts = {"stale_rate": False}  # every update goes as far, so that it is seen in the values
+        counts = {"stale_rate": False}  # apply every update in full, so that the values show it
         made.append(Cluster(monkeypatch, servers, workers, Strategy(mode="async", **counts | strategy)))
         return made[-1]
 
@@ -142,12 +142,12 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-ADAFACTOR: type[Any] = getattr(torch.optim, "Adafactor", torch.optim.Adagrad)  # which came with torch 2.5
+ADAFACTOR: type[Any] = getattr(torch.optim, "Adafactor", torch.optim.Adagrad)  # new in torch 2.5
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    # With their own epsilon the smallest gradients, of which rounding alone decides the sign, would make whole steps.
+    # With the default epsilon, the smallest gradients, whose sign is rounding error, would cause full steps.
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-3),
     "Adafactor": lambda p: ADAFACTOR(p, 1e-2),
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, eps=1e-3),
@@ -156,7 +156,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], ParameterServerStrategy]:
-    """Starts a worker of a cluster again, as the launcher does."""
+    """Restart a worker of a cluster, as the launcher does."""
 
     def start(cluster: Cluster, rank: int) -> ParameterServerStrategy:
         with monkeypatch.context() as environment:
@@ -174,7 +174,7 @@ def comes_true(what: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def cut_off(backend: ParameterServerStrategy, servers: Sequence[int] = (0, 1)) -> None:
-    """The worker's connections break, and there is nobody where it looks for the servers."""
+    """Break a worker's connections and point it at closed ports."""
     client = backend.client
 
     def cut() -> None:
@@ -190,7 +190,7 @@ def reached(backend: ParameterServerStrategy, cluster: Cluster) -> None:
 
 
 def straight(backend: ParameterServerStrategy, lr: float = 1.0) -> tuple[nn.Linear, torch.optim.Optimizer]:
-    """A model whose gradient is all ones, with its optimizer."""
+    """Return a model whose gradient is all ones, and its optimizer."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr)
@@ -211,7 +211,7 @@ def weight(model: nn.Module) -> float:
 
 
 def suspend(backend: ParameterServerStrategy, cluster: Cluster) -> None:
-    """As a worker does that could not reach another server."""
+    """Suspend the connection, as a worker does that could not reach another server."""
 
     def away() -> None:
         backend.client.must_rejoin = True

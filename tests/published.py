@@ -1,6 +1,6 @@
-"""Scaling that others have published, each row with its source and the cluster that it was measured on.
+"""Published scaling results, each row with its source and its cluster.
 
-Single-GPU speeds are those that were published beside the row where there are any; else the catalogue's.
+A row uses the single-GPU speed that its source published, else that of the catalogue.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ ZHANG = "Zhang et al. 2020, arXiv:2006.10103"
 
 PLAIN = Strategy()
 FUSED = Strategy(bucket_bytes=64 << 20)
-"""Horovod's fusion buffer (HOROVOD_FUSION_THRESHOLD's default)."""
+"""Size of Horovod's fusion buffer in bytes (default of HOROVOD_FUSION_THRESHOLD)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`published`: efficiency per GPU against `base` (hosts x GPUs on each). `speed`: samples a second of one GPU."""
+    """A result: `published` is the efficiency per GPU against `base` (hosts x GPUs), `speed` samples/s of one GPU."""
 
     what: str
     source: str
@@ -142,7 +142,7 @@ ROWS = (
 
 
 def table() -> str:
-    """The rows of docs/benchmarks/prediction.md."""
+    """Return the rows of docs/benchmarks/prediction.md."""
     lines = ["|what|published|predicted|error|source|", "|-|-|-|-|-|"]
     lines += [
         f"|{row.what}|{row.published:.1%}|{row.predicted:.1%}|{row.predicted / row.published - 1:+.1%}|{row.source}|"

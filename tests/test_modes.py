@@ -1,4 +1,4 @@
-"""Every way of training together, on several ranks: what `tests/scripts/modes.py` asserts there."""
+"""All training modes on several ranks; `tests/scripts/modes.py` holds the assertions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TOLD = {
     "short_rounds": "too short ones for an outer momentum",
     "sparse": "has sparse or complex gradients",
 }
-"""By lesson, what is told in it, once, or must not be."""
+"""Messages that a lesson must print once, or must not print."""
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_lessons(strategy, ranks, lessons, told, tmp_path):
     _, *parts = re.split(r"^lesson: \w+\n", result.stderr, flags=re.MULTILINE)
     during = dict(zip(lessons.split(), parts, strict=True))
     for lesson in during.keys() & TOLD.keys():
-        if lesson in told.split():  # ranks that train apart may be seen a little later
+        if lesson in told.split():  # a check may report diverged ranks a little later
             assert result.stderr.count(TOLD[lesson]) == 1, result.stderr
         else:
             assert TOLD[lesson] not in during[lesson], result.stderr
-    # In mode local one rank alone catches the error of the lesson `nan`, and takes fewer steps.
+    # In mode local only one rank catches the error of lesson `nan`, and that rank takes fewer steps.
     diverged = {"apart", "apart_later", "unequal"} & {*told.split()}
     if strategy.get("mode") == "local":
         diverged |= {"nan"} & {*lessons.split()}
@@ -115,7 +115,7 @@ def test_lessons(strategy, ranks, lessons, told, tmp_path):
         assert "not as bf16" in during["sparse"]
     if "itself" in told:
         assert during["itself"].count("of the prepared") == 1, result.stderr
-    if "stepped" in during:  # the last lesson, with what is told at the end of the job; it does without a DataLoader
+    if "stepped" in during:  # last lesson: prints at the end of the job and uses no DataLoader
         lines = [line for line in during["stepped"].splitlines() if not re.search("DataLoader|replicas diverge", line)]
         assert lines == [
             f"distrib: {n} of {n + 1} steps of SGD were left out, as gradients were nan or infinite" for n in (10, 11)
@@ -128,7 +128,7 @@ def test_gradients_that_a_script_sets_by_itself(launch, tmp_path):
         run = launch("-np", "2", *options, SCRIPTS / "modes.py", tmp_path, "functional")
         assert run.code == 0 and "functional: learnt" in run.out, run
         came_to += re.findall(r"came to ([0-9.]+)", run.out)
-    assert float(came_to[0]) == pytest.approx(float(came_to[1]), rel=1e-4)  # in step: the same of both
+    assert float(came_to[0]) == pytest.approx(float(came_to[1]), rel=1e-4)  # staleness 0 gives the result of mode sync
 
 
 ONE_OF_TWO = """
@@ -195,7 +195,7 @@ batches = st.lists(st.lists(st.integers(1, 9), min_size=3, max_size=3), min_size
 @given(batches)
 @settings(deadline=None)
 def test_gradients_are_the_mean_over_all_samples(sizes):
-    """Three ranks with so many samples each, batch after batch; what they average is the mean over everything."""
+    """Three ranks with different numbers of samples average their gradients over all samples."""
     generator = torch.Generator().manual_seed(0)
     shares = []
     per_batch = [[torch.randn(own, 4, generator=generator, dtype=torch.float64) for own in ranks] for ranks in sizes]
@@ -224,7 +224,7 @@ def test_a_model_that_is_frozen_for_the_turn_of_another_keeps_what_it_gathers():
     mean.update_hooks()
     for gradient in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([3.0, 2.0, 0.0])):
         weight.requires_grad_(False)
-        mean.update_hooks()  # a batch is read while it is frozen
+        mean.update_hooks()  # the script reads a batch while the weight is frozen
         weight.requires_grad_(True)
         weight.grad = None
         (weight * gradient).sum().backward()
@@ -294,7 +294,7 @@ def test_shares_change_when_times_differ():
 @pytest.mark.parametrize(("fixed", "each"), [(0.01, 0.0), (0.01, 1e-4), (0.0, 1e-3)])
 @pytest.mark.parametrize("slow", [1.0, 2.0])
 def test_shares_follow_the_speed_and_not_the_noise(fixed, each, slow):
-    """Two ranks whose steps take a fixed time and one for each sample, and vary by a tenth: alike, or one half as fast."""
+    """Two ranks have steps of fixed time plus time per sample, with 10 % noise; their speed is equal or 2:1."""
     quarter = SETTINGS.measured_batches // 4
     for seed in range(60):
         noise, proportion, speeds = random.Random(seed), ShareController(), (1.0, 1.0)

@@ -1,6 +1,6 @@
-"""Names of modules, functions and files that the product, its docs and scripts hold in strings exist.
+"""Names of modules, functions and files in strings of the product, docs and scripts exist.
 
-A linter sees none of them: commands with `-m`, registries, and the files by which a hang report recognizes a stack.
+A linter does not check these names: `-m` commands, registries, and the files that identify a stack in a hang report.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def resolves(dotted: str) -> bool:
 
 
 def names_a_file(path: str) -> bool:
-    """Return True for what can only be a file of ours: `distrib/join` is a key, /opt/distrib/bin an installation."""
+    """Return True for a file of this project. `distrib/join` is a key, /opt/distrib/bin an installation."""
     second = path.split("/")[1]
     return path.endswith((".py", ".yaml")) or (ROOT / "distrib" / second).is_dir()
 
 
 def missing(text: str) -> list[str]:
-    """Return the names in a string that are those of nothing."""
+    """Return the names in a string that do not exist."""
     dotted = [f"{name}.{inside}" if inside else name for name, inside in DOTTED.findall(text)]
     files = [path for path in FILE.findall(text) if names_a_file(path)]
     return [name for name in dotted if name not in LOGGERS and not resolves(name)] + [

@@ -1,4 +1,4 @@
-"""Which network card leads to the other hosts, chosen from what the hosts say they have."""
+"""Selection of the network interface to the other hosts from their inventories."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_all_of_the_fastest_rdma_ports_are_used_and_others_not():
 
 
 def test_the_kind_of_ports_that_carries_most_is_used():
-    """Eight of RoCE for the GPUs, and one of InfiniBand for storage."""
+    """A host has eight RoCE ports for the GPUs and one InfiniBand port for storage."""
     ports = (*(port(f"mlx5_{n}", 50e9, "Ethernet") for n in range(8)), port("mlx5_8", 12.5e9))
     hosts = {
         n: inventory(n, interfaces=(interface("eth0", f"10.0.0.{i}/24"),), rdma=ports) for i, n in enumerate("ab", 1)
@@ -201,7 +201,7 @@ def test_the_kind_of_ports_that_carries_most_is_used():
     ],
 )
 def test_ports_of_roce_that_lead_nowhere_are_left(second, why):
-    """NCCL would connect them with other hosts', and wait."""
+    """NCCL would connect these ports with those of other hosts, and hang."""
     ports = tuple(port(f"mlx5_{n}", 25e9, "Ethernet") for n in range(2))
     hosts = {
         n: inventory(n, interfaces=(interface("ens1", f"10.0.0.{i}/24", rdma=("mlx5_0",)), second(i)), rdma=ports)
@@ -212,7 +212,7 @@ def test_ports_of_roce_that_lead_nowhere_are_left(second, why):
     assert network.of("b").environment["NCCL_IB_HCA"] == "=" + ",".join(left)
     told = [f"mlx5_1:1 of {host} is not used: its card is {why}" for host in "ab"] if why else []
     assert [note for note in network.notes if "mlx5_1" in note] == told
-    # Of a bond it is the bond that has the address.
+    # Only the bond interface of a bond has an address.
     bonded = (interface("ens2", rdma=("mlx5_1",)), interface("bond0", "10.2.0.1/24", kind="bond"))
     both = tuple(
         msgspec.structs.replace(one, netdevs=("ens2", "bond0") if one.device == "mlx5_1" else ()) for one in ports
@@ -232,7 +232,7 @@ def test_ports_of_roce_that_lead_nowhere_are_left(second, why):
         ("10.{rail}.{rack}.{host}/24", 50e9, 25e9, True),
         ("10.{rail}.{host}.0/31", 12.5e9, 12.5e9, True),  # four of them
         ("10.{rail}.{host}.0/31", 3e9, 25e9, False),
-        ("10.{rail}.{rack}.{odd}/30", 50e9, 25e9, False),  # cables from host to host
+        ("10.{rail}.{rack}.{odd}/30", 50e9, 25e9, False),  # cables between hosts
     ],
 )
 def test_routed_rails_are_used_rather_than_the_port_for_storage_that_all_share(prefix, rail_rate, storage_rate, rails):
@@ -255,7 +255,7 @@ def test_routed_rails_are_used_rather_than_the_port_for_storage_that_all_share(p
 
 @pytest.mark.parametrize(("cards", "taken"), [(("ens1",), "br0"), ((), "eno1")])
 def test_a_bridge_that_a_fast_card_is_in_goes_by_that_card(cards, taken):
-    """Hosts of virtual machines have their address there; without a card in it a bridge leads to machines of the host."""
+    """Hosts of virtual machines have their address on the bridge. A bridge without a NIC is local."""
 
     def host(i):
         return (
@@ -291,7 +291,7 @@ def test_what_is_in_a_bridge_is_known(tmp_path):
     cards, below = json.loads(done.stdout)
     assert below == {"br0": ["p0"]}
     assert "br0" in cards
-    assert set(map(tuple, cards.values())) == {()}  # of none of them a card
+    assert set(map(tuple, cards.values())) == {()}  # none contains a NIC
 
 
 def test_the_cards_behind_a_bridge_a_bond_or_a_vlan():
@@ -342,7 +342,7 @@ NAMES = st.sampled_from(["eth0", "eth1", "ens5", "enp1s0", "bond0", "br0"])
 
 @given(st.data())
 def test_decoys_are_never_taken(data):
-    """Whatever their order, names and number, bridges that carry the same address everywhere lead nowhere."""
+    """A bridge that has the same address on every host is not selected, in any order and number."""
     hosts = {}
     for i in range(1, data.draw(st.integers(2, 6)) + 1):
         real = interface(
@@ -354,20 +354,20 @@ def test_decoys_are_never_taken(data):
         ]
         cards = data.draw(st.permutations([LOOPBACK, real, *decoys]))
         hosts[f"n{i}"] = inventory(f"n{i}", interfaces=tuple(cards))
-    # One bridge alone on a subnet of its own is no decoy of these: two hosts at least have each.
+    # A single bridge on its own subnet is not such a bridge: at least two hosts have each of those.
     network = choose_network(hosts)
     assert network.subnet == "10.0.0.0/24"
     assert all(ipaddress.ip_address(choice.address) in ipaddress.ip_network("10.0.0.0/24") for choice in network.hosts)
 
 
 def test_subnets_of_ipv6_are_told_by_the_names_of_cards():
-    """Neither Open MPI nor PRRTE understands such a subnet; an unknown name ends PRRTE."""
+    """Neither Open MPI nor PRRTE parses an IPv6 subnet. An unknown interface name makes PRRTE exit."""
     network = choose_network(cluster((interface("eth0", "fd00::1/64"),), (interface("eth0", "fd00::2/64"),)))
     environment = network.of("n1").environment
     assert (environment["OMPI_MCA_btl_tcp_if_include"], environment["NCCL_SOCKET_FAMILY"]) == ("eth0", "AF_INET6")
     member = inventory("login", interfaces=(interface("eth0", "fd00::9/64"),))
     assert engine_environment(network, member, {}) == {"PRTE_MCA_prte_if_include": "eth0"}
     stranger = inventory("login", interfaces=(interface("eth0", "10.0.0.9/24"), interface("eth1", "fd00::9/64")))
-    assert engine_environment(network, stranger, {}) == {}  # its eth0 leads elsewhere
+    assert engine_environment(network, stranger, {}) == {}  # its eth0 is on another network
     other = choose_network(cluster((interface("eth0", "fd00::1/64"),), (interface("ens5", "fd00::2/64"),)))
     assert engine_environment(other, member, {}) == {}

@@ -1,4 +1,4 @@
-"""Scripts that were written for other launchers run unchanged: torchrun's, mpi4py's, Horovod's."""
+"""Unmodified scripts of other launchers run: torchrun, mpi4py and Horovod."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ horovod = pytest.mark.skipif(
 
 
 def said(run) -> list[str]:
-    """What each rank printed, in the order of ranks."""
+    """Return the output of each rank, in rank order."""
     assert run.code == 0, run
     count = len(run.result["ranks"])
     return [(run.run_dir / f"ranks/{rank}.out").read_text().strip() for rank in range(count)]
@@ -78,7 +78,7 @@ def test_a_script_for_horovod_on_two_hosts(make_cluster, launch):
 @horovod
 @pytest.mark.alone
 def test_waiting_ranks_of_horovod_do_not_take_the_cores_from_the_others(launch):
-    """Horovod over MPI polls: with 4 ranks on 2 cores, 10 steps took 0.04 s, and 1.1 s when nobody yielded."""
+    """Horovod over MPI polls. With 4 ranks on 2 cores, 10 steps took 0.04 s, and 1.1 s without yielding."""
     ranks = min(2 * len(os.sched_getaffinity(0)), 8)
 
     def slowest() -> float:

@@ -1,4 +1,4 @@
-"""Warnings before and during a run, on clusters that a real probe has measured: they fire, stay silent, and name the slow link."""
+"""Performance warnings before and during a run, on clusters that a real probe has measured."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 ENV = {"OMP_NUM_THREADS": "1"}
 STEPS = SCRIPTS / "steps.py"
 WORK = (0.12, 400_000)
-"""Seconds that a step of one rank computes, by sleeping, and elements of its gradients: 1.7 MB."""
+"""Seconds that a step of a rank sleeps, and number of gradient elements (1.7 MB)."""
 
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory):
-    """The latest profile, and which tests have used it."""
+    """Latest profile, and the tests that have used it."""
     return tmp_path_factory.mktemp("profiles") / "steps.json", []
 
 
 @pytest.fixture
 def profiled(launch, profiles, request):
-    """A real profile of the script that then runs: measured anew with each further try of a test, as a bad one would spoil them all."""
+    """Profile the script, and profile it again for each retry of a test. A bad profile would fail all retries."""
     path, used_by = profiles
 
     def measure():
@@ -43,7 +43,7 @@ def profiled(launch, profiles, request):
 
 @pytest.fixture
 def probed(make_cluster, tmp_path):
-    """Builds a cluster of three hosts and lets a quick probe describe it."""
+    """Build a cluster of three hosts and run a quick probe on it."""
 
     def build(**options):
         cluster = make_cluster(3, **options)
@@ -69,7 +69,7 @@ def probed(make_cluster, tmp_path):
 def warnings_of(run):
     told = [line.partition("warning: ")[2] for line in run.err.splitlines() if "distrib-launch: warning: " in line]
     assert run.code == 0 and run.result["warnings"] == told, run
-    return [warning for warning in told if "trying once more" not in warning]  # the engine's own, now and then
+    return [warning for warning in told if "trying once more" not in warning]  # occasional message of the engine
 
 
 @measured_again_if_need_be
@@ -85,7 +85,7 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
     assert measured["step_seconds"] == pytest.approx(predicted["step_seconds"], rel=0.15)
     assert measured["prediction_error"] == pytest.approx(measured["step_seconds"] / predicted["step_seconds"] - 1)
     assert {link["source"] for link in measured["links"]} == {"n1", "n2", "n3"}
-    for link in measured["links"]:  # what the kernel counted, what the probe measured: the same wire
+    for link in measured["links"]:  # the kernel's counters and the probe measure the same link
         assert link["bytes_per_second"] == pytest.approx(link["expected_bytes_per_second"], rel=0.2)
     page = (run.run_dir / "report.html").read_text()
     assert "predicted" in page and before.split("(")[0] in page

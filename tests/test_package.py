@@ -1,4 +1,4 @@
-"""The package as it is built and installed, and what importing it costs."""
+"""Build, installation and import cost of the package."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build(source: Path, target: Path, kind: str) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Install a wheel, and nothing else, into a virtual environment that borrows this one's other packages."""
+    """Install only a wheel into a virtual environment that uses this environment's other packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=200)
     python = folder / "bin/python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
@@ -56,7 +56,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def where_installed(commands: Path, elsewhere: Path) -> str:
-    """Run both commands, and say from where the launcher is loaded."""
+    """Run both commands, and return the path from which the launcher is loaded."""
     for command in ("distrib-launch", "distrib-topo"):
         told = subprocess.run([str(commands / command), "--help"], cwd=elsewhere, capture_output=True, text=True)
         assert told.returncode == 0, told.stderr
@@ -93,7 +93,7 @@ def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
         "heavy = {'torch', 'numpy', 'mpi4py'} & set(sys.modules); print(took, *heavy)"
     )
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled by the first
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the first import writes the bytecode
     times = []
     for _ in range(5):
         python = [sys.executable, "-c", code]
@@ -101,7 +101,7 @@ def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
         took, *heavy = done.stdout.split()
         assert not heavy
         times.append(float(took))
-    assert min(times) < 0.4  # 0.06 where nothing else runs; torch alone takes seconds
+    assert min(times) < 0.4  # 0.06 s on an idle machine; torch takes seconds
 
 
 def test_an_interrupt_while_the_command_is_imported_is_no_traceback():
@@ -120,7 +120,7 @@ def test_an_interrupt_while_the_command_is_imported_is_no_traceback():
 
 
 def import_cycles(graph: grimp.ImportGraph) -> list[list[str]]:
-    """Groups of modules that import each other, directly or by way of others (Tarjan's algorithm)."""
+    """Return groups of modules that import each other, directly or indirectly (Tarjan's algorithm)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -147,7 +147,7 @@ def import_cycles(graph: grimp.ImportGraph) -> list[list[str]]:
     return cycles
 
 
-KNOWN_CYCLES = {"distrib_launch.runner"}  # each is named by a module of it; being resolved
+KNOWN_CYCLES = {"distrib_launch.runner"}  # each cycle is named by one of its modules
 
 
 def test_no_import_cycles_also_by_imports_inside_functions():

@@ -53,7 +53,7 @@ def test_what_is_loaded_leaves_the_other_models_as_they_are(make):
     take_step(second, other)
     second.load_state_dict({"weight": torch.full((1, 4), 5.0)})
     optimizer.load_state_dict(optimizer.state_dict())
-    second(torch.ones(1, 4))  # what was answered before must not come over what was loaded
+    second(torch.ones(1, 4))  # an earlier reply must not overwrite the loaded values
     assert (second.weight == 5).all() and (weight(first), weight(second)) == (-3, 5)
     second.load_state_dict({}, strict=False)
     assert weight(second) == 5
@@ -87,7 +87,7 @@ def test_a_copy_of_a_model_is_by_itself(make):
     assert average.eval()(torch.ones(1, 4)) == 12
     take_step(model, optimizer)
     file = io.BytesIO()
-    torch.save(model, file)  # what all steps have come to, though the model itself waits for its next forward pass
+    torch.save(model, file)  # includes all steps, though the model waits for its next forward
     assert b"distrib" not in file.getvalue()
     file.seek(0)
     saved = torch.load(file, weights_only=False)
@@ -100,7 +100,7 @@ def test_what_the_script_changes_by_itself_is_refused(make):
     model = nn.Linear(4, 1)
     backend.prepare_model(model, find_unused_parameters=False)
     model(torch.ones(1, 4)).sum().backward()
-    backend.synchronize()  # nothing has learnt: gradients may be what was asked for
+    backend.synchronize()  # no update yet: the script may only have wanted gradients
     with torch.no_grad():
         model.bias -= 0.1 * model.bias.grad
     with pytest.raises(TrainingError, match="bias was trained"):
@@ -115,7 +115,7 @@ def test_the_state_of_an_optimizer_is_as_it_was_when_it_is_given_back(make, kind
             self.scale, self.layer = (
                 nn.Parameter(torch.tensor(1.0)),
                 nn.Linear(6, 300),
-            )  # of one chunk, the first without dimension
+            )  # one chunk; the first parameter has no dimension
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return self.scale * self.layer(inputs)
@@ -145,7 +145,7 @@ def test_a_parameter_without_state_begins_anew(make, kind):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     state = optimizer.state_dict()
-    state["state"] = {number: state["state"][number] for number in (0, 1)}  # as where the rest was frozen
+    state["state"] = {number: state["state"][number] for number in (0, 1)}  # as if the other parameters were frozen
     prepared(backend, model, optimizer)
     optimizer.load_state_dict(state)
     held = cluster.servers[0].services[0].tables[0].optimizers[0]

@@ -32,12 +32,12 @@ def test_the_next_worker_is_main_when_rank_0_is_lost_and_stays_it(make, monkeypa
     told: list[bool] = []
     waits.start()
     time.sleep(0.3)
-    assert not told  # it does not know
+    assert not told  # is_main waits for the server
     reached(first, cluster)
     waits.join(10)
     assert told == [False] and second.is_main and not third.is_main
     second.client.close()
-    assert comes_true(lambda: third.is_main) and not first.is_main  # which has not joined the others again
+    assert comes_true(lambda: third.is_main) and not first.is_main  # the first worker has not rejoined
 
 
 def test_main_stays_who_it_is_when_it_leaves(make, monkeypatch):
@@ -54,7 +54,7 @@ def test_what_a_worker_has_pushed_may_be_committed_when_it_has_suspended_itself(
     model, optimizer = straight(backend)
     take_step(model, optimizer)
     optimizer.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()  # pushed at once
+    model(torch.ones(1, 4)).sum().backward()  # pushes during backward
     held = cluster.servers[0].services[0].tables[0].controller._chunks[0].pending
     assert comes_true(lambda: 0 in held)
 
@@ -84,7 +84,7 @@ def test_a_gradient_that_was_pushed_before_its_worker_joined_the_others_again_is
     suspend(backend, cluster)
 
     def go_on() -> None:
-        second[0](torch.ones(1, 4)).sum().backward()  # joins with both
+        second[0](torch.ones(1, 4)).sum().backward()  # joins with both models
         first[1].step()
         second[1].step()
         backend.synchronize()
@@ -111,7 +111,7 @@ def test_a_worker_that_comes_back_in_the_middle_of_an_evaluation_waits_for_the_n
             reached(backend, cluster)
             assert comes_true(lambda: backend.client.missed_rounds)
             threading.Timer(0.5, back.set).start()
-            return [evaluate(backend)]  # its first is the second of the others
+            return [evaluate(backend)]  # its first reduction is the second of the other workers
         first, count = backend.view(0, training=False)
         begun.set()
         assert back.wait(20) and (first, count) == (backend.world.rank, 2)
@@ -140,7 +140,7 @@ def test_a_connection_that_another_of_its_worker_replaces_is_over(make):
 
     def cut() -> None:
         assert link._connection
-        kept.append(link._connection.sock.dup())  # the server does not see it close
+        kept.append(link._connection.sock.dup())  # keeps the socket open for the server
         link.disconnect()
         link._connect()
 
@@ -196,7 +196,7 @@ def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make, m
 
 
 def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make, monkeypatch):
-    """They do not train meanwhile, and so they come to the next sum."""
+    """The workers do not train meanwhile, and therefore all reach the next reduction."""
     monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
     cluster = make(workers=2)
     together = threading.Barrier(2, timeout=20)
@@ -209,7 +209,7 @@ def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make, m
         assert comes_true(lambda: not cluster.servers[0].services[0].membership.members)
         together.wait()
         sums = []
-        for first in (0, 1):  # who comes to it half a second before the other
+        for first in (0, 1):  # arrives half a second before the other worker
             time.sleep(0.5 * (backend.world.rank != first))
             sums.append(backend.reduce(torch.tensor(1.0 + backend.world.rank), "sum").item())
         return sums
@@ -287,7 +287,7 @@ def test_a_worker_that_is_started_again_gives_gradients_and_nothing_else(make, a
     assert weight(model) == -4.75
     take_step(own, other)
     assert weight(own) == -5.0
-    # No part in what all workers do: neither waits for the other.
+    # A restarted worker takes no part in collectives of all workers: neither waits for the other.
     assert second.reduce(torch.tensor(5.0), "mean") == 5.0 and second.view(3, training=False) == (0, 1)
     assert first.reduce(torch.tensor(3.0), "mean") == 3.0 and first.view(3, training=False) == (0, 1)
     assert first.is_main and not second.is_main
@@ -301,10 +301,10 @@ def test_rank_0_that_is_started_again_is_not_main_and_gets_what_was_kept(make, a
     first = again(cluster, 0)
     model = nn.Linear(4, 1, bias=False)
     prepared(first, model, torch.optim.SGD(model.parameters(), 1.0))
-    assert weight(model) == 0  # and not its own
+    assert weight(model) == 0  # not its own value
     assert first.from_main(lambda: 7) == 5
     assert comes_true(lambda: second.is_main) and not first.is_main
-    assert second.from_main(lambda: 6) == 5  # it asks after the others
+    assert second.from_main(lambda: 6) == 5  # the value that the workers stored
 
 
 def test_synchronous_steps_wait_for_a_worker_that_was_started_again_once_it_has_joined(make, again):

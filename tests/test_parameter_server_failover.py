@@ -44,7 +44,7 @@ again = parameter_server_cluster.again
 def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
     cluster = make(workers=2)
     first, second = cluster.each(lambda backend: straight(backend) and backend)
-    second.client.main = (1, 1)  # as the server before has told it, but not rank 0
+    second.client.main = (1, 1)  # sent by the server before, but not rank 0
     cut_off(second)
     assert comes_true(lambda: not second.client._links[0].welcomed)
     reached(second, cluster)
@@ -64,14 +64,14 @@ def test_what_is_advised_where_a_server_is_lost(monkeypatch, replicas):
 def test_what_main_has_kept_is_on_the_replica(make):
     cluster = make(workers=1, replicas=1)
     backend = cluster.worker(0)
-    straight(backend)  # its buffers are kept, too
+    straight(backend)  # also stores its buffers
     backend.from_main(lambda: 5)
     own, copies = cluster.servers[0].services[0].results.pieces, cluster.servers[1].services
     assert len(own) == 2 and comes_true(lambda: 0 in copies and copies[0].results.pieces == own)
 
 
 def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
-    """Also what is being written at that moment; and what others have put in its place is not read."""
+    """A server deletes the file that it is writing, too. It does not read a file of another process."""
     monkeypatch.setenv("DISTRIB_RUN_DIR", "/nowhere")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("DISTRIB_JOB", "job")
@@ -96,14 +96,14 @@ def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
 
 
 def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
-    """As where they are written to a file system that hosts share."""
+    """The snapshot file is on a slow, shared file system."""
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     monkeypatch.setattr("distrib.training.parameter_server.snapshots.INTERVAL_SECONDS", 0.0)
     snapshots, service = Snapshots(0), ShardService(0, 1, Strategy(mode="async"), BufferPool())
     write = snapshots._write
     monkeypatch.setattr(snapshots, "_write", lambda *words: (time.sleep(0.2), write(*words))[1])
     service.retired.add(0)
-    snapshots._seen = [1]  # something was updated since
+    snapshots._seen = [1]  # marks an update since the last snapshot
     begun = time.monotonic()
     snapshots.write(service, begun)
     assert snapshots._writer
@@ -114,13 +114,13 @@ def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
 def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     snapshots = Snapshots(0)
-    with contextlib.suppress(OSError), Path("/dev/full").open("wb") as full:  # where torch raises a RuntimeError
+    with contextlib.suppress(OSError), Path("/dev/full").open("wb") as full:  # torch raises a RuntimeError
         assert not snapshots._write("snapshot.pt", lambda _: torch.save(torch.ones(1000), full))
     assert not any(snapshots.folder.iterdir())
 
 
 def trained_by(backend: ParameterServerStrategy) -> Callable[[], Any]:
-    """Prepares a model, and returns a function that takes a step."""
+    """Prepare a model and return a function that takes a step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     prepared(backend, model, optimizer)
@@ -128,7 +128,7 @@ def trained_by(backend: ParameterServerStrategy) -> Callable[[], Any]:
 
 
 def test_a_replica_takes_over_when_the_launcher_reports_the_server_dead(make):
-    """And not before: the server may be unreachable for some of the workers only."""
+    """The replica does not take over before the report: only some workers may have lost the server."""
     cluster = make(workers=2, replicas=1)
     train, _ = cluster.each(trained_by)
     train()
@@ -151,7 +151,7 @@ def test_a_replica_takes_over_when_the_launcher_reports_the_server_dead(make):
 
 
 def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
-    """The replica may have taken over. The launcher decides, or the primary exits after a time."""
+    """The replica may have taken over. The launcher decides, or the primary exits after a timeout."""
     cluster = make(workers=1, replicas=1)
     backend = cluster.worker(0)
     model, optimizer = straight(backend)
@@ -178,7 +178,7 @@ def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
 @pytest.mark.parametrize("lost", [(0,), (0, 1)])
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, replicas, lost):
-    """The workers have been told that the table is known, rank 0 is about to give its values, and others wait for them."""
+    """The workers know the table, rank 0 is about to send its values, and the other workers wait for them."""
     monkeypatch.setattr("distrib.training.parameter_server.server.REBUILD_AFTER_SECONDS", 1.0)
     monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
     cluster = make(workers=2, replicas=replicas)
@@ -192,7 +192,7 @@ def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, r
         for number in lost:
             cluster.start_again(number, monkeypatch)
         given.append(table)
-        time.sleep(0.8)  # in which rank 0 cannot reach a server
+        time.sleep(0.8)  # rank 0 cannot reach a server meanwhile
         give(table, numbers, replace=replace)
 
     monkeypatch.setattr(WorkerTable, "give_values", interrupted)
@@ -230,7 +230,7 @@ def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_d
     said = capfd.readouterr().err
     assert "takes over shard 0, of which no replica is left, from the parameters of the workers" in said
     assert comes_true(lambda: all(len(server.services) == 2 for server in cluster.servers))  # with new replicas
-    assert -4 <= weight(both[0][0]) <= -3  # the first worker's second step may have come to a server of before
+    assert -4 <= weight(both[0][0]) <= -3  # the replaced server may have received the first worker's second step
 
 
 def test_no_server_rebuilds_a_shard_whose_primary_is_only_unreachable(make, monkeypatch):
@@ -248,7 +248,7 @@ def test_no_server_rebuilds_a_shard_whose_primary_is_only_unreachable(make, monk
     waits.start()
     waits.join(4)
     assert waits.is_alive() and 0 not in left.services and not left.services[1].is_primary
-    for rank in (1, 2):  # after the worker, the servers
+    for rank in (1, 2):  # the worker first, then the servers
         report(rank, dead=True)
     waits.join(60)
     assert not waits.is_alive() and left.services[0].is_primary and left.services[1].is_primary

@@ -1,4 +1,4 @@
-"""Whole jobs with parameter servers, in which workers and servers are killed."""
+"""Complete jobs with parameter servers, in which the test kills workers and servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OWN_HANDS = SCRIPT.with_name("own_hands.py")
 def test_updates_by_hand_are_told_of_before_the_end(launch):
     run = launch("-np", "2", "--mode", "async", OWN_HANDS.with_name("modes.py"), ".", "by_hand")
     assert run.code != 0 and "0.weight was trained" in run.err, run
-    assert "AssertionError" not in run.err, run.err  # of the tenth backward pass
+    assert "AssertionError" not in run.err, run.err  # error of the tenth backward pass
 
 
 @pytest.mark.parametrize("options", [(), ("--staleness", "0")], ids=["unbounded", "in step"])
@@ -86,7 +86,7 @@ job.print(f"accuracy {float((model(inputs).argmax(1) == labels).float().mean()):
 
 
 def test_a_learning_rate_that_mode_sync_bears_is_borne(launch, tmp_path):
-    """The same script ended with 0.95 in mode sync, and with 0.35 to 0.52 where late gradients counted as those of one rank do."""
+    """The script reached 0.95 in mode sync, and 0.35 to 0.52 where a late gradient counted in full."""
     script = tmp_path / "delayed.py"
     script.write_text(DELAYED)
     run = launch("-np", "4", "--mode", "async", script)
@@ -95,7 +95,7 @@ def test_a_learning_rate_that_mode_sync_bears_is_borne(launch, tmp_path):
 
 
 def test_what_scripts_do_with_their_own_hands(launch):
-    """With bound 0 the same comes out as in step, or it is said that it does not."""
+    """With bound 0, scripts with manual updates give the results of mode sync, or the job warns."""
     names = ["norm", "functional", "clamp", "clamp by data", "clip", "init"]
     found = {}
     for mode in ("sync", "async"):
@@ -108,14 +108,14 @@ def test_what_scripts_do_with_their_own_hands(launch):
     assert found["async"]["norm"] == pytest.approx(found["sync"]["norm"], rel=1e-5)
     assert found["async"]["functional"] == pytest.approx(
         found["sync"]["functional"], rel=0.01
-    )  # one step takes old values
+    )  # one step uses stale values
     assert found["async"]["clamp by data"] == pytest.approx(found["async"]["clamp"], rel=1e-5)
 
 
 def launched(folder: Path, lesson: list[str], *words: str) -> subprocess.Popen[str]:
-    """A job of two workers that do a lesson."""
+    """Launch a job of two workers that runs a lesson."""
     command = [str(LAUNCH), "--no-preflight", "--run-dir", str(folder / "run"), "-np", "2", "--mode", "async", *words]
-    command.append("--no-stale-rate")  # every update counts as one
+    command.append("--no-stale-rate")  # apply every update in full
     return subprocess.Popen(
         [*command, str(SCRIPT), *lesson], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -123,14 +123,14 @@ def launched(folder: Path, lesson: list[str], *words: str) -> subprocess.Popen[s
 
 
 def started(folder: Path, *words: str, until: str = "") -> subprocess.Popen[str]:
-    """A job of two workers that count their steps; returns when both have begun."""
+    """Start a job of two workers that count their steps. Return when both have begun."""
     job = launched(folder, ["counting", str(folder), "40", "0.05", until], *words)
     reaches(job, lambda: noted(folder).keys() == {0, 1})
     return job
 
 
 def reaches(job: subprocess.Popen[str], what: Callable[[], bool]) -> None:
-    """Wait until something is true of a job, which goes on meanwhile."""
+    """Wait until a condition is true of a running job."""
     deadline = time.monotonic() + 150
     while not what():
         if job.poll() is not None or time.monotonic() > deadline:
@@ -144,7 +144,7 @@ def noted(folder: Path) -> dict[int, int]:
 
 
 def processes_of(folder: Path, rank: int) -> list[int]:
-    """The processes of a rank's script, found by the mark that the launcher gives them."""
+    """Return the processes of a rank's script, found by the launcher's process tag."""
     mark = f"DISTRIB_PROCESS_TAG={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
     found = []
     for pid in psutil.pids():
@@ -167,7 +167,7 @@ def ended(folder: Path, job: subprocess.Popen[str]) -> tuple[dict[str, Any], str
 
 
 def counts(folder: Path) -> list[tuple[float, float]]:
-    """Of each worker the least and the largest number of its updates that any element holds."""
+    """Return for each worker the minimum and maximum number of its updates in any element."""
     values = torch.cat(list(torch.load(next(folder.glob("held.*.pt")), weights_only=True).values()))
     return [(values[rank::2].min().item(), values[rank::2].max().item()) for rank in (0, 1)]
 
@@ -175,7 +175,7 @@ def counts(folder: Path) -> list[tuple[float, float]]:
 def test_a_worker_dies_and_the_other_goes_on_to_the_end(tmp_path):
     job = started(tmp_path)
     killed(tmp_path, 0)
-    result, out = ended(tmp_path, job)  # before or soon after it would have been started again
+    result, out = ended(tmp_path, job)  # before or soon after the restart
     assert result["status"] == "succeeded" and result["first_failure"] is None, out
     assert "worker rank 0" in result["warnings"][-1]
     low, high = counts(tmp_path)[0]
@@ -186,7 +186,7 @@ def test_a_worker_dies_and_the_other_goes_on_to_the_end(tmp_path):
 
 def test_a_worker_that_died_is_started_again_and_trains_with_the_others(tmp_path):
     job = started(tmp_path, until="enough")
-    for pid in processes_of(tmp_path, 2):  # as Slurm does to all that it runs
+    for pid in processes_of(tmp_path, 2):  # Slurm signals all processes of a step
         os.kill(pid, signal.SIGUSR1)
     killed(tmp_path, 1)
     dead = noted(tmp_path)[1]
@@ -201,12 +201,12 @@ def test_a_worker_that_died_is_started_again_and_trains_with_the_others(tmp_path
     assert (result["ranks"][1]["signal"], result["ranks"][1]["stopped_by"]) == (signal.SIGTERM, "launcher")
     first, second = json.loads((tmp_path / "noted.0").read_text())
     low, high = counts(tmp_path)[1]
-    assert dead + 10 <= first["1"] <= low <= high <= second["1"] + 2  # each of its lives may have noted one less
+    assert dead + 10 <= first["1"] <= low <= high <= second["1"] + 2  # each incarnation may have missed one note
     assert counts(tmp_path)[0] == (first["0"], first["0"])
 
 
 def test_the_process_around_a_worker_is_killed_and_the_other_goes_on(tmp_path):
-    """Open MPI would end all ranks because of one that left without its leave."""
+    """Open MPI would abort all ranks after one that exits without MPI_Finalize."""
     job = started(tmp_path, until="enough")
     (around,) = {psutil.Process(pid).parent() for pid in processes_of(tmp_path, 1)}
     assert around and "distrib_launch.rank_agent" in around.cmdline()
@@ -287,7 +287,7 @@ def test_all_servers_die_at_once_with_their_replicas(tmp_path):
     result, out = ended(tmp_path, job)
     assert result["status"] == "succeeded", out
     assert "of which no replica is left" in out
-    for low, high in counts(tmp_path):  # what was applied and had not come back is lost
+    for low, high in counts(tmp_path):  # an applied update without a received reply is lost
         assert 20 < low <= high <= 40
 
 
@@ -335,11 +335,11 @@ def test_nobody_waits_long_for_a_rank_that_ended_before_it_began(tmp_path, how):
     )
     assert done.returncode == 0, done.stderr
     assert ("worker rank 0 on localhost" in done.stderr) == (how == "failed")
-    assert time.monotonic() - begun < 60  # servers by themselves would wait for half an hour
+    assert time.monotonic() - begun < 60  # servers without a launcher would wait for half an hour
 
 
 def test_the_log_is_that_of_the_rank_which_is_main_for_the_others(tmp_path):
-    """Servers may choose another before the launcher has given rank 0 up."""
+    """Servers may elect another main rank before the launcher gives up rank 0."""
     script = tmp_path / "log.py"
     script.write_text(
         "import distrib\njob = distrib.init()\n"

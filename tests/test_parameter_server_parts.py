@@ -1,4 +1,4 @@
-"""The parameter server's pure services: how parameters are cut and placed, and what a server decides in any order of events."""
+"""State machines of the parameter server: partitioning and placement, and decisions in any order of events."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_answer_waits_for_the_replica():
 
 
 def test_what_happened_to_a_socket_that_is_closed_is_told_to_nobody():
-    """Two are ready at once, and whoever is told first closes the other."""
+    """Two sockets are ready at once, and the handler of the first closes the second."""
     loop, told = EventLoop(), []
     pairs = [socket.socketpair() for _ in range(2)]
     for number, (near, far) in enumerate(pairs):
@@ -176,7 +176,7 @@ def test_what_happened_to_a_socket_that_is_closed_is_told_to_nobody():
 
 
 class _Server:
-    """A shard, and the updates that its chunks have seen: what a counting optimizer would hold."""
+    """A shard, and the updates of its chunks as a counting optimizer would hold them."""
 
     def __init__(self, shard: UpdateController, chunks: int) -> None:
         self.controller = shard
@@ -187,7 +187,7 @@ class _Worker:
     def __init__(self, chunks: int) -> None:
         self.step = 0
         self.base = [0] * chunks
-        self.open: dict[int, bool] = {}  # chunk to final, of the step that is not yet answered
+        self.open: dict[int, bool] = {}  # chunk -> final, for the step without a reply
         self.committed = True
         self.wire: deque[tuple[Any, ...]] = deque()  # to the server
         self.back: deque[PushReply] = deque()
@@ -197,7 +197,7 @@ class _Worker:
 
 
 class Anything(RuleBasedStateMachine):
-    """Workers, a primary and its replica, with messages under way; connections break and processes die at any time."""
+    """Random events for workers, a primary and its replica: delays, broken connections and dead processes."""
 
     CHUNKS = 2
 
@@ -237,7 +237,7 @@ class Anything(RuleBasedStateMachine):
                 if self.workers[effect.worker].connected:
                     self.workers[effect.worker].back.append(effect)
 
-    # what workers do
+    # workers
 
     def _ready(self) -> list[int]:
         return [n for n, w in enumerate(self.workers) if w.alive and not w.open and w.connected and not w.joining]
@@ -274,7 +274,7 @@ class Anything(RuleBasedStateMachine):
         if self.workers[number].connected:
             self._commit(number)
 
-    # what the network does
+    # network
 
     @precondition(lambda self: any(w.wire for w in self.workers))
     @rule(data=st.data())
@@ -321,7 +321,7 @@ class Anything(RuleBasedStateMachine):
     def acknowledge(self) -> None:
         self._carry_out(self.primary.controller.set_replicated(self.acknowledgements.popleft()))
 
-    # what goes wrong
+    # faults
 
     @rule(data=st.data())
     def cut_off(self, data: st.DataObject) -> None:
@@ -388,7 +388,7 @@ class Anything(RuleBasedStateMachine):
             assert {(w, s) for w, s, c in self.sure if c == chunk} <= set(seen)
 
     def teardown(self) -> None:
-        """Nobody is stuck: with everybody back, all can take as many steps more as they like."""
+        """No worker is blocked: after all processes return, each worker can take further steps."""
         if not hasattr(self, "workers"):
             return
         for number, worker in enumerate(self.workers):
@@ -438,13 +438,13 @@ def test_a_lost_shard_is_rebuilt_after_workers_have_asked_without_a_break():
     repeat = CONNECT_TIMEOUT_SECONDS * 3
     assert timer.on_request(0, 3, {0}, 10.0) == 0.0
     assert timer.on_request(1, 2, set(), 10.0 + repeat) == repeat and timer.epoch == 3
-    assert timer.silent == {0}  # worker 0 has not heard from server 0
+    assert timer.silent == {0}  # server 0 has not replied to worker 0
     assert timer.on_request(1, 3, set(), 11.0 + repeat) == 1.0 + repeat
-    assert timer.silent == set()  # worker 0 asks no more
+    assert timer.silent == set()  # worker 0 has no open request
     assert timer.on_request(0, 3, {1}, 50.0) == 0.0
 
 
-# -- what asynchrony does to an update --------------------------------------------------------------------------------
+# -- updates of an asynchronous optimizer -----------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -457,7 +457,7 @@ OPTIONS = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.01, "ne
 
 
 def alone(gradients: list[torch.Tensor], begun: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-    """How far each step of torch's SGD goes that sees these gradients alone, from `begun`."""
+    """Return the change after each step of torch's SGD from `begun` with these gradients only."""
     parameter = torch.nn.Parameter(begun.clone())
     optimizer = torch.optim.SGD([parameter], **options)
     ways = []
@@ -471,7 +471,7 @@ def alone(gradients: list[torch.Tensor], begun: torch.Tensor, **options: Any) ->
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-1, 1)), min_size=1, max_size=12))
 def test_each_worker_has_a_momentum_of_its_own(pushed):
-    """All updates together go as far as the workers' own Nesterov steps do."""
+    """All updates together move the values as far as the workers' own Nesterov steps do."""
     options = {**OPTIONS, "weight_decay": 0.0}
     updater = ChunkOptimizer(SGD, torch.zeros(3), options)
     for worker, number in pushed:
@@ -489,7 +489,7 @@ def test_each_worker_has_a_momentum_of_its_own(pushed):
 
 def test_momenta_are_kept_together_and_one_by_one():
     updater, again, later = (ChunkOptimizer(SGD, torch.zeros(3), OPTIONS) for _ in range(3))
-    updater.apply(torch.ones(3), OPTIONS)  # nobody else is there yet
+    updater.apply(torch.ones(3), OPTIONS)  # no other worker has joined yet
     for worker, number in ((0, 1.0), (1, -2.0), (0, 0.5)):
         updater.apply(torch.full((3,), number), with_own_momentum(SGD, OPTIONS, worker))
     momenta = updater.full_state()["momenta"]
@@ -498,7 +498,7 @@ def test_momenta_are_kept_together_and_one_by_one():
         {name: dict(part) if isinstance(part, dict) else part for name, part in updater.full_state().items()}
     )
     again.value.data.copy_(updater.value.data)
-    later.restore(updater.state())  # as from a checkpoint
+    later.restore(updater.state())  # restores as from a checkpoint
     later.value.data.copy_(updater.value.data)
     for one in (updater, again):
         one._momenta = {worker: momentum.clone() for worker, momentum in one._momenta.items()}
@@ -508,7 +508,7 @@ def test_momenta_are_kept_together_and_one_by_one():
     for worker in (0, 1):
         later.apply(torch.ones(3), with_own_momentum(SGD, OPTIONS, worker))
     assert len(later.full_state()["momenta"]) == 2
-    updater.apply(torch.ones(3), OPTIONS)  # all others have left
+    updater.apply(torch.ones(3), OPTIONS)  # all other workers have left
     assert not updater.full_state()["momenta"]
 
 

@@ -1,4 +1,4 @@
-"""Training against parameter servers, over real sockets in this process: updates, reductions and refused inputs."""
+"""Training against parameter servers over local sockets: updates, reductions and refused inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ again = parameter_server_cluster.again
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_staleness_zero_is_synchronous_sgd(make, name):
     def train(backend: ParameterServerStrategy) -> tuple[nn.Module, dict[str, Any]]:
-        model = network(backend.world.rank)  # rank 0's counts
+        model = network(backend.world.rank)  # rank 0's values count
         optimizer = OPTIMIZERS[name](model.parameters())
         prepared(backend, model, optimizer)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
@@ -88,7 +88,7 @@ def test_gradients_that_are_changed_after_the_backward_pass_count_as_they_are_th
             for part in (0, 1):  # accumulated, too
                 net(batch(step, part)).square().sum().backward()
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-            if step != 3:  # a step that is left out
+            if step != 3:  # skips a step
                 opt.step()
     for mine, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
@@ -126,7 +126,7 @@ def test_a_checkpoint_has_the_mean_of_the_momenta_of_all(make):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     prepared(cluster.worker(0), model, optimizer)
     take_step(model, optimizer)
-    optimizer.state_dict()  # waits until it was taken
+    optimizer.state_dict()  # waits until the server has the push
     updater = cluster.servers[0].services[0].tables[0].optimizers[0]
     for worker, number in ((0, 1.0), (1, -2.0)):
         updater.apply(torch.full((4,), number), with_own_momentum(OptimizerSpec("SGD"), dict(updater._options), worker))
@@ -136,11 +136,11 @@ def test_a_checkpoint_has_the_mean_of_the_momenta_of_all(make):
 
 
 def test_all_who_ask_for_a_value_get_one_copy_of_it(make):
-    """Hundreds of ranks may begin an evaluation at once, and their answers wait for the wire."""
+    """Hundreds of ranks may begin an evaluation at once; their replies queue for the network."""
     cluster = make(servers=1)
     model, optimizer = straight(cluster.worker(0))
     take_step(model, optimizer)
-    weight(model)  # waits until it was taken
+    weight(model)  # waits until the server has the push
     table = cluster.servers[0].services[0].tables[0]
     copies = [table.snapshot(0) for _ in range(3)]
     before = bytes(copies[0])
@@ -150,7 +150,7 @@ def test_all_who_ask_for_a_value_get_one_copy_of_it(make):
     assert bytes(copies[0]) == before != bytes(table.snapshot(0))
     del copies
     deadline = time.monotonic() + 10
-    while table._snapshots[0][1]() is not None:  # the server's thread lets go of what it has sent
+    while table._snapshots[0][1]() is not None:  # the server's thread releases its sent buffers
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -256,7 +256,7 @@ def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make, capf
     backend.synchronize()
     assert weight(model) == -1
     time.sleep(1)
-    assert capfd.readouterr().err.count("invalid request") == 1  # and it does not ask again
+    assert capfd.readouterr().err.count("invalid request") == 1  # the client does not repeat the request
 
 
 def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
@@ -265,7 +265,7 @@ def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
     large = bytes(range(250)) * 4
     assert cluster.each(lambda backend: straight(backend) and backend.from_main(lambda: large)) == [large] * 2
     first = next(backend for backend in cluster.backends if backend.world.rank == 0)
-    assert first._collectives._store(1, b"another's") is False  # who becomes main asks after what was kept
+    assert first._collectives._store(1, b"another's") is False  # a new main rank queries the stored values
     cluster.backends[0].client.close()
     substitute = again(cluster, cluster.backends[0].world.rank)
     straight(substitute)
@@ -279,7 +279,7 @@ def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
 
     def refused(backend: ParameterServerStrategy) -> float:
         straight(backend)
-        for elements in (10_000, 1800):  # alone it would fit
+        for elements in (10_000, 1800):  # below the limit on its own
             with pytest.raises(TrainingError, match="too large"):
                 backend.reduce(torch.zeros(elements), "sum")
         with pytest.raises(TrainingError, match="too large"):
@@ -288,7 +288,7 @@ def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
 
     monkeypatch.setattr("distrib.training.parameter_server.transport.MAX_PAYLOAD_BYTES", 10_000)
     assert cluster.each(refused) == [200.0] * 2
-    with pytest.raises(TrainingError, match=r"cannot handle a request: .* too large"):  # by the server
+    with pytest.raises(TrainingError, match=r"cannot handle a request: .* too large"):  # raised by the server
         monkeypatch.setattr("distrib.training.parameter_server.transport.MAX_PAYLOAD_BYTES", 1000)
         client = cluster.backends[0].client
         client.result(client.request(0, Frame(FrameKind.GET_STATE)))
@@ -321,13 +321,13 @@ def test_only_what_differs_of_what_no_optimizer_trains_goes_through_the_servers(
         model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1))
         model[0].requires_grad_(False).register_buffer("order", torch.arange(4).roll(backend.world.rank))
         nn.init.ones_(model[0].weight)
-        for _ in range(3):  # as a script does that prepares it again for each of its stages
+        for _ in range(3):  # as a script that prepares its model again for each stage
             backend.prepare_model(model, find_unused_parameters=False)
         return model[0].order.tolist(), len(model[0]._forward_pre_hooks) == 1 == len(backend.models.models)
 
     assert cluster.each(begin) == [([0, 1, 2, 3], True)] * 2
     kept = cluster.servers[0].services[0].results.pieces.values()
-    assert sum(len(piece) for pieces in kept for piece in pieces) < 50_000  # of 360 kB, three times
+    assert sum(len(piece) for pieces in kept for piece in pieces) < 50_000  # 360 kB of data, three times
 
 
 def test_what_learns_only_since_it_was_prepared_and_what_does_not_any_more_are_named(make):
@@ -491,6 +491,6 @@ def test_who_does_not_know_the_key_is_not_heard(make):
         sock.sendall(bytes(16) + bytes(32) + bytes(100))
         sock.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
-            while sock.recv(4096):  # the greeting; then it hangs up
+            while sock.recv(4096):  # reads the greeting, then disconnects
                 pass
     assert cluster.servers[0].services[0].tables == {}

@@ -1,4 +1,4 @@
-"""On which processors a rank runs and with how many threads: decided alike by every rank, bound, recorded."""
+"""CPU binding and thread counts of ranks: every rank computes the same, and the result records it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB = SCRIPTS / "job.py"
 def machine(
     *nodes: int, threads: int = 1, gpus: Sequence[int | None] = (), quota: float | None = None
 ) -> HostResources:
-    """A machine whose NUMA nodes have so many cores, numbered as Linux does: second hyperthreads after all first ones."""
+    """Return a machine with these cores per NUMA node, numbered as Linux does: second hyperthreads last."""
     total = sum(nodes)
     made, first = {}, 0
     for number, cores in enumerate(nodes):
@@ -50,7 +50,7 @@ def test_no_block_crosses_from_node_to_node():
     assert shown(shares(machine(4, 4), [None] * 2, "auto")) == [("0-3", 4), ("4-7", 4)]
     assert shown(shares(machine(4, 4), [None] * 3, "auto")) == [("0-1", 2), ("2-3", 2), ("4-7", 4)]
     assert shown(shares(machine(2, 6), [None] * 4, "auto")) == [("0-1", 2), ("2-3", 2), ("4-5", 2), ("6-7", 2)]
-    # With fewer ranks than nodes each has whole ones.
+    # With fewer ranks than nodes, each rank has whole nodes.
     assert shown(shares(machine(2, 2, 2, 2), [None] * 2, "auto")) == [("0-3", 4), ("4-7", 4)]
 
 
@@ -66,8 +66,8 @@ def test_gpu_ranks_get_cores_near_their_gpu():
 
 def test_gpus_of_which_nobody_knows_where_they_are_share_all_cores():
     assert shown(shares(machine(4, 4), [None, None], "auto")) == [("0-3", 4), ("4-7", 4)]
-    assert shown(shares(machine(4, 4), [0, 7], "auto")) == [("0-3", 4), ("4-7", 4)]  # a node without processors of ours
-    assert shown(shares(machine(1, 7), [0, 0], "auto")) == [("1-3", 3), ("4-7", 4)]  # too few there
+    assert shown(shares(machine(4, 4), [0, 7], "auto")) == [("0-3", 4), ("4-7", 4)]  # a node without CPUs of this job
+    assert shown(shares(machine(1, 7), [0, 0], "auto")) == [("1-3", 3), ("4-7", 4)]  # too few CPUs there
 
 
 def test_other_ways_to_bind():
@@ -96,7 +96,7 @@ def test_shares_of_cpu_hosts_are_fair(nodes, threads, ranks, how):
     assert len(bound) == (0 if how == "none" or ranks > sum(nodes) else ranks)
     every_core = [core for cores in host.nodes.values() for core in cores]
     for block in bound:
-        assert all(set(core) <= block or not set(core) & block for core in every_core)  # hyperthreads together
+        assert all(set(core) <= block or not set(core) & block for core in every_core)  # whole cores
         touched = [cores for cores in host.nodes.values() if any(set(core) & block for core in cores)]
         assert len(touched) == 1 or ranks < len(nodes)
         if len(touched) > 1:
@@ -130,7 +130,7 @@ def test_a_rank_takes_the_share_of_the_gpu_that_it_sees():
     assert shown([share_of(host, rank, 2, both, "auto", on_gpus=True) for rank in range(2)]) == [("4-7", 4), ("0-3", 4)]
     named = {"CUDA_VISIBLE_DEVICES": "GPU-2,MIG-whatever"}
     assert shown([share_of(host, 0, 1, named, "auto", on_gpus=True)]) == [("4-7", 4)]
-    assert shown([share_of(host, 1, 2, named, "auto", on_gpus=True)]) == [("4-7", 4)]  # shared as on a CPU host
+    assert shown([share_of(host, 1, 2, named, "auto", on_gpus=True)]) == [("4-7", 4)]  # shared as without GPUs
     assert shown([share_of(host, 1, 2, {}, "auto", on_gpus=False)]) == [("4-7", 4)]
 
 
@@ -167,9 +167,9 @@ def test_a_machine_is_read_from_sys_and_proc(tmp_path):
 
 
 def test_gpus_of_other_jobs_are_left_out(tmp_path, monkeypatch):
-    """Slurm's cgroup forbids them, and CUDA counts the rest from 0."""
+    """Slurm's cgroup forbids the other GPUs, and CUDA numbers the rest from 0."""
     for number, address in enumerate(("0000:17:00.0", "0000:65:00.0", "0000:ca:00.0")):
-        minor = 2 - number  # files need not be numbered as addresses are
+        minor = 2 - number  # device files and addresses may have different orders
         files = {f"proc/driver/nvidia/gpus/{address}/information": f"GPU UUID: \t GPU-{number}\nDevice Minor: \t {minor}\n",
                  f"sys/bus/pci/devices/{address}/numa_node": f"{number}\n", f"dev/nvidia{minor}": ""}  # fmt: skip
         write(tmp_path, files)
@@ -181,12 +181,12 @@ def test_gpus_of_other_jobs_are_left_out(tmp_path, monkeypatch):
 
 
 def test_gpus_without_a_file_in_the_container_are_left_out(tmp_path):
-    """What hands GPUs to a container need not hide the others in /proc."""
+    """A container runtime need not hide other GPUs in /proc."""
     for number in range(3):
         address = f"0000:0{number}:00.0"
         words = f"GPU UUID: \t GPU-{number}\nDevice Minor: \t {number}\n"
         write(tmp_path, {f"proc/driver/nvidia/gpus/{address}/information": words})
-    assert len(read_machine(tmp_path, {0}).gpus) == 3  # under WSL there are no such files
+    assert len(read_machine(tmp_path, {0}).gpus) == 3  # WSL has no such files
     write(tmp_path, {"dev/nvidia1": "", "dev/nvidiactl": ""})
     assert read_machine(tmp_path, {0}).gpus == (LocalGpu("GPU-1", None),)
 
@@ -273,7 +273,7 @@ def test_every_host_decides_for_its_own_ranks(make_cluster, launch, script):
     run = launch("-H", "n1:2,n2:1,n3:3", script, cluster=cluster, env={})
     assert run.code == 0, run
     every = [share for count in (2, 1, 3) for share in shown(shares(read_machine(), [None] * count, "auto"))]
-    # The launch fixture sets OMP_NUM_THREADS=1, which is kept.
+    # The launch fixture sets OMP_NUM_THREADS=1; the launcher keeps it.
     assert [(rank["cpus"], rank["threads"]) for rank in run.result["ranks"]] == [(cpus, 1) for cpus, _ in every]
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert [rank["cpus"] for rank in plan["ranks"]] == [every[0][0], every[1][0], None, None, None, None]

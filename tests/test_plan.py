@@ -1,4 +1,4 @@
-"""`distrib-topo plan` as its users see it, and what `distrib-launch` says of a job before it starts."""
+"""`distrib-topo plan` from the command line, and the forecast of `distrib-launch` before a job starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_table_says_how_far_it_scales_and_what_caps_it():
     assert "node1-node2, 10 GbE, 1.14 GB/s" in rows[1]
     assert max(map(len, lines)) <= 100
     assert "it fits" in done.stdout and "error to expect of a step: " in done.stdout
-    assert " scaled from " in " ".join(done.stdout.split())  # where the A6000's time is from
+    assert " scaled from " in " ".join(done.stdout.split())  # the A6000's time is scaled from another GPU
     assert "extrapolated" in done.stdout and "was not measured" in done.stdout
     assert "exact: the same as synchronous SGD" in done.stdout
     assert "--mode local --inner-steps 100" in done.stdout
@@ -59,8 +59,8 @@ MIXED = EXAMPLES / "mixed-gpus.txt"
     [
         (["-H", MIXED], [1, 2, 4, 6], [4, 8, 12, 16]),
         (["-H", MIXED, "--ranks-per-node", 2], [1, 2, 4, 6], [2, 4, 8, 12]),
-        (["-H", MIXED, "--nodes", "6,12"], [6, 12], [16, 32]),  # after the last host the same again
-        (["--topology", MIXED.with_suffix(".yaml")], [1, 2, 4, 6], [4, 8, 12, 16]),  # the file server trains nothing
+        (["-H", MIXED, "--nodes", "6,12"], [6, 12], [16, 32]),  # no more ranks beyond the last host
+        (["--topology", MIXED.with_suffix(".yaml")], [1, 2, 4, 6], [4, 8, 12, 16]),  # the file server has no rank
         (["-H", MIXED, "--exclude", "new2@old[2-4]"], [1, 2], [4, 6]),
         (["-H", MIXED, "--include", "new1:0,3@new2:1"], [1, 2], [2, 3]),
         (["-H", "a:8,b:4,c:4", "--gpu", "V100", "--network", "HDR"], [1, 2, 3], [8, 12, 16]),
@@ -108,7 +108,7 @@ def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
 def test_what_the_network_must_carry_is_not_compared_with_a_link_inside_a_host():
     done = plan("--workload", "GPT-2", "-H", EXAMPLES / "h100-ndr.txt")
     assert re.search(r"^90% on 8 hosts needs [\d.]+ GB/s a host \(reached\)$", done.stdout, re.M), done.stdout
-    assert "NVLink4" in done.stdout  # it is what holds most
+    assert "NVLink4" in done.stdout  # NVLink is the bottleneck
 
 
 def test_hosts_keep_the_names_that_they_were_given(tmp_path):
@@ -149,7 +149,7 @@ def test_what_if():
 
 @pytest.fixture
 def measured_hosts(tmp_path):
-    """A topology file of two CPU hosts whose 1 GbE was measured at half of that, and a profile for it."""
+    """Return a topology file of two CPU hosts whose 1 GbE was measured at half rate, and a profile for it."""
     pairs = [
         {"source": a, "target": b, "way": "tcp", "load": "alone", "bandwidth_bytes_per_second": 60e6, "variation": 0.01}
         for a, b in (("n1", "n2"), ("n2", "n1"))
@@ -204,7 +204,7 @@ def test_gpudirect_leaves_alone_what_it_is_not_about(measured_hosts):
 def test_ranks_of_a_cpu_host_share_its_processors(measured_hosts, tmp_path):
     work = read_workload(tmp_path / "p.json")
     write_workload(tmp_path / "p.json", msgspec.structs.replace(work, processors=4, processor_share=1.0))
-    before = planned(*measured_hosts, "--ranks-per-node", 4)["predictions"][0]  # nobody says how many there are
+    before = planned(*measured_hosts, "--ranks-per-node", 4)["predictions"][0]  # the number of ranks is unknown
     described = (tmp_path / "t.yaml").read_text().replace('"nics"', '"cores": 8, "nics"')
     (tmp_path / "t.yaml").write_text(described)
     for ranks, times in ((2, 1), (4, 2), (8, 4)):
@@ -224,7 +224,7 @@ def test_the_bandwidth_that_is_needed_is_enough():
     words = ["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "8", "--network"]
     needed = planned(*words, "10GbE", "--efficiency", "80%")["needed_bytes_per_second"]
     assert 1.14e9 < needed < 12.5e9
-    # A card that carries a little more, and one that carries less; the catalogue expects 92 % of such a rate of RoCE.
+    # One NIC slightly above and one below the expected rate; the catalogue expects 92 % of such a RoCE rate.
     for factor, enough in ((1.02, True), (0.9, False)):
         rate = f"RoCE {needed * 8 / 0.92 * factor / 1e9:.2f}Gb/s"
         assert (planned(*words, rate)["predictions"][0]["efficiency"] >= 0.8) is enough, rate
@@ -353,8 +353,8 @@ def test_a_hundred_thousand_gpus_are_planned():
             "--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--nodes", nodes, "--ranks-per-node", ranks
         )
         assert told["predictions"][-1]["hosts"] * ranks == 100_000
-        assert not any("are known" in note for note in told["notes"])  # nobody has spoken of hosts
-        assert time.monotonic() - begin < 30  # that it ends at all; benchmarks say how fast
+        assert not any("are known" in note for note in told["notes"])  # the command names no hosts
+        assert time.monotonic() - begin < 30  # bounds a hang only; benchmarks measure the speed
 
 
 # -- before a launch ----------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_a_job_that_the_wire_will_hold_is_warned_of():
 
 
 def test_hosts_that_would_be_faster_without_the_others_are_named():
-    """10 GbE leaves a host alone faster; the A100s of the mixed cluster are held up by what 25 GbE and older cards bring."""
+    """A host is faster alone than with 10 GbE. The mixed cluster's A100s wait for 25 GbE and older GPUs."""
     said = dry("--workload", "BERT-large").stdout
     assert re.search(
         r"warning: .*\. node1 alone would be faster, [0-9.]+ samples/s instead of [0-9.]+: --include node1\. ", said
@@ -406,7 +406,7 @@ def test_what_else_is_known_comes_with_the_warning():
 
 
 def cpu_profile(tmp_path: Path, variation: float = 0.0) -> Path:
-    """Of a step of 0.3 s on one processor, with 20 MB of gradients."""
+    """Return the profile of a step of 0.3 s on one CPU, with 20 MB of gradients."""
     gradients = tuple(
         Gradient(name=f"w{n}", elements=250_000, size_bytes=1_000_000, ready_seconds=0.01 * (n + 1)) for n in range(20)
     )
@@ -437,11 +437,11 @@ def test_parameter_servers_are_no_ranks_of_what_is_predicted(tmp_path):
     hostfile.write_text("n1 slots=2\nn2 slots=2\nn3 role=server\n")
     apart = predicted(str(hostfile), "--mode", "async")
     assert (apart["predicted"]["hosts"], apart["predicted"]["ranks"]) == (2, 4)
-    # One server takes both hosts' gradients: twice what crosses where each host serves half.
+    # One server takes both hosts' gradients: twice the traffic of one server per host.
     assert apart["predicted"]["communication_seconds"] == pytest.approx(
         2 * beside["predicted"]["communication_seconds"], rel=0.1
     )
-    # The server stays where it is, however few hosts work; and nobody gave --servers.
+    # The server stays on its host for any number of hosts, and the command has no --servers.
     assert "would be faster" not in apart["warning"] and "--servers" not in apart["warning"]
     local = predicted("n1:2,n2:2", "--mode", "local")
     assert "averaging every 500 steps" in local["warning"]
@@ -475,9 +475,7 @@ def test_a_slow_loader_is_told_of(tmp_path):
         return call(launch.main, *words, tmp_path / f"{name}.json", SCRIPTS / "where.py").stdout
 
     assert "ranks will reach 50% (loading data: the ranks of a host share its CPUs)" in said("starved")
-    topology.write_text(
-        topology.read_text().replace("HDR", "25GbE")
-    )  # which costs as much, but would gain nothing if it were faster
+    topology.write_text(topology.read_text().replace("HDR", "25GbE"))  # costs as much, but a faster link would not help
     starving = "(loading data: the ranks of a host share its CPUs; no network brings more than 50%)"
     assert f"ranks will reach 50% {starving}" in said("starved")
     topology.write_text(topology.read_text().replace("25GbE", "HDR"))
@@ -507,7 +505,7 @@ def test_options_that_the_advised_mode_refuses_are_named(words, refused):
     said = dry("--workload", "ResNet-50", *words).stdout
     (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
     assert f"--mode auto without {refused}. " in warning
-    assert dry("--workload", "ResNet-50", "--mode", "auto", *words[2:]).returncode == 2  # as they mean nothing there
+    assert dry("--workload", "ResNet-50", "--mode", "auto", *words[2:]).returncode == 2  # invalid there
 
 
 def test_a_profile_beside_the_script_is_found(tmp_path):
@@ -529,7 +527,7 @@ def test_a_profile_beside_the_script_is_found(tmp_path):
 
 
 def test_mode_auto_takes_the_best_exact_strategy_and_says_why(tmp_path):
-    # 240 MB that get ready evenly: a last bucket of 25 MiB would cross the wire after all computing is done.
+    # 240 MB become ready evenly: the last bucket of 25 MiB would be sent after all computation.
     gradients = tuple(
         Gradient(name=f"layer{n}", elements=1_000_000, size_bytes=4_000_000, ready_seconds=0.5 * (n + 1) / 60)
         for n in range(60)

@@ -1,4 +1,4 @@
-"""How right the model is on what benchmarks/prediction.py has measured: a change that makes it worse is seen here."""
+"""Accuracy of the model on the results of benchmarks/prediction.py, to detect changes that make it worse."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def test_the_model_predicts_what_was_measured():
     wrong = [abs(row["efficiency"] - prediction.THRESHOLD) for row in rows if not row["right"]]
     assert len(wrong) <= 4 and max(wrong) < 0.03
     of_exact = [abs(row["efficiency"] - prediction.THRESHOLD) for row in exact if not row["right"]]
-    assert max(of_exact, default=0) < 0.01  # those on the threshold itself
+    assert max(of_exact, default=0) < 0.01  # the values on the threshold itself

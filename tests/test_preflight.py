@@ -34,7 +34,7 @@ def refused(run, cluster, host, check, *words):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a script that hosts can be made to see differently."""
+    """Return a folder with a script, whose content can differ between hosts."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job/where.py").write_text(WHERE.read_text())
     return tmp_path / "job"
@@ -128,7 +128,7 @@ def test_an_idle_host_steps_in_for_a_bad_one(make_cluster, launch, tmp_path, set
     project.mkdir()
     (project / "where.py").write_text(WHERE.read_text())
     cluster.run("n2", ["mount", "--bind", "/bin/false", sys.executable], check=True)
-    cluster.run("n3", ["mount", "-t", "tmpfs", "tmpfs", project], check=True)  # for --sync to fill
+    cluster.run("n3", ["mount", "-t", "tmpfs", "tmpfs", project], check=True)  # --sync will fill it
     (tmp_path / "hosts.txt").write_text(f"n1 slots=1\nn2 slots=1\nn3 slots=1{settings}\n")
     words = ("-H", tmp_path / "hosts.txt", "-np", "2", "--drop-bad-hosts", "--sync", project)
     run = launch(*words, project / "where.py", cluster=cluster, cwd=project)
@@ -175,7 +175,7 @@ def environments(run, ranks):
 
 @pytest.mark.cluster
 def test_a_temporary_folder_that_became_read_only_is_named(make_cluster):
-    """As file systems do after an error: the engine's daemon would end without a word."""
+    """A file system becomes read-only after an error. The engine's daemon would exit without a message."""
     cluster = make_cluster(2)
     cluster.run("n2", ["sh", "-c", "mount --bind /tmp /tmp && mount -o remount,ro,bind /tmp"], check=True)
     told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
@@ -187,7 +187,7 @@ def test_a_temporary_folder_that_became_read_only_is_named(make_cluster):
 def test_a_bridge_with_the_same_address_everywhere_and_cards_of_different_names(make_cluster, launch):
     cluster = make_cluster(3)
     for host in cluster.hosts:
-        # With a container's link on it, so that it is as much up as the card is.
+        # The bridge has a container's link, so that its state is up, as that of the NIC.
         lines = ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0", "link set docker0 up",
                  "link add port0 type veth peer name port1", "link set port0 master docker0 up",
                  "link set port1 up")  # fmt: skip
@@ -257,7 +257,7 @@ def test_hosts_by_names_that_ssh_alone_knows(make_cluster, launch, others):
 
 
 def test_a_hostfile_without_its_option_is_no_script(tmp_path):
-    """Taken for the script to check, it would have this machine found fit, and nothing else asked."""
+    """The command would take the hostfile for a script, and check only this machine."""
     (tmp_path / "cluster.txt").write_text("n1\nn2\n")
     topo = [TOPO, "check", "cluster.txt"]
     run = subprocess.run(topo, cwd=tmp_path, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""The pure parts of the probe: who meets whom, statistics, findings, what is kept of it."""
+"""Computations of the probe without a network: schedule, statistics, findings and records."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_full_probe_covers_the_sizes_asked_for():
 def test_every_pair_is_measured_and_the_time_alone_is_bounded(mode, hosts):
     found = stages.plan_stages(hosts, MODES[mode], "tcp")
     assert len({step.key for step in found}) == len(found)
-    # Where a round has one pair, nobody is beside it.
+    # A round with one pair measures it alone.
     load = "together" if hosts > 3 else "alone"
     rounds = [step for step in found if step.load == load and step.key.startswith("together/tcp")]
     assert {pair for step in rounds for phase in step.phases for pair in phase} == {
@@ -138,11 +138,11 @@ def test_a_stream_that_is_too_short_has_no_rate():
     assert samples.stream_rates([(0.0, 1), (0.1, 2), (0.2, 3)], skip_bytes=1000, skip_seconds=0, windows=4) == []
 
 
-# -- a network made up ----------------------------------------------------------------------------------------------------
+# -- simulated network ----------------------------------------------------------------------------------------------------
 
 
 class Network:
-    """Hosts with links of a rate, in racks that share uplinks; measures as the leader does."""
+    """Simulated hosts with equal links, in racks with shared uplinks; measures as the probe's coordinator does."""
 
     def __init__(
         self, hosts, *, noise=0.0, slow=None, racks=None, uplink=float("inf"), one_way=None, seed=0, rate=119.5 * MB
@@ -160,7 +160,7 @@ class Network:
         return self.uplink.get(rack, float("inf")) if isinstance(self.uplink, dict) else self.uplink
 
     def rates(self, phase):
-        """Each pair's rate when all of the phase send at once: the uplinks' rates are shared evenly."""
+        """Return each pair's rate when all pairs of the phase send at once and share the uplinks evenly."""
         crossing = {}
         for a, b in phase:
             if self.racks[a] != self.racks[b]:
@@ -170,7 +170,7 @@ class Network:
         for a, b in phase:
             own = self.rate * min(self.slow.get(a, 1.0), self.slow.get(b, 1.0)) * self.one_way.get((a, b), 1.0)
             shares = [self.uplink_of(rack) / len(pairs) for (rack, _), pairs in crossing.items() if (a, b) in pairs]
-            # Whatever else runs can only slow a stream down; a little is noise either way.
+            # Other load only slows a stream down; noise is symmetric.
             found[a, b] = min([own, *shares]) * (1 - abs(self.random.gauss(0, self.noise)))
         return found
 
@@ -247,11 +247,11 @@ def test_a_slow_host_is_named_with_its_ratio_and_nobody_else(hosts, seed, part, 
 @given(st.integers(2, 8), st.integers(0, 10_000), st.sampled_from([2.0, 4.0]))
 def test_an_oversubscribed_uplink_is_found_with_both_sides_and_its_ratio(half, seed, ratio):
     if half / ratio < 2 and ratio > 2:
-        return  # so few hosts do not fill it
+        return  # so few hosts do not saturate the uplink
     network = Network(2 * half, noise=0.005, seed=seed, racks=[0] * half + [1] * half, uplink=119.5 * MB * half / ratio)
     records = network.records()
     found = check_records(records)
-    if half == 3:  # too few streams to tell the sides apart while the uplink is kept full
+    if half == 3:  # too few streams to compare the sides while the uplink is saturated
         assert all(finding.kind == "oversubscribed_uplink" for finding in found)
         return
     assert [finding.kind for finding in found] == ["oversubscribed_uplink"]
@@ -277,7 +277,7 @@ def test_one_slow_direction_of_few_hosts_is_seen_in_the_shortest_probe(hosts, sl
 
 
 def test_a_card_has_shown_what_it_can_beside_others():
-    """In a quick probe the pairs behind one uplink may never have been alone; the cards are what the matrix says."""
+    """A quick probe may never measure the pairs behind an uplink alone. The matrix shows the rate of each NIC."""
     own = tuple(facts(f"n{number}") for number in range(1, 5))
     records = Network(4, noise=0.002, racks=[0, 0, 1, 1], uplink=60 * MB).records(QUICK, own)
     assert {finding.kind for finding in check_records(records)} == {"oversubscribed_uplink"}
@@ -292,7 +292,7 @@ def test_one_slow_direction_is_an_asymmetric_link():
 
 @pytest.mark.parametrize("hosts", [4, 5, 8])
 def test_a_host_that_is_slow_one_way_is_told_of_once(hosts):
-    """Also where too few links of others were measured alone to say what is usual among them."""
+    """One finding remains also where too few other links were measured alone for a reference rate."""
     network = Network(hosts, one_way={(1, other): 0.25 for other in range(hosts) if other != 1})
     assert [(f.kind, f.hosts) for f in check_records(network.records(QUICK))] == [("slow_host", ("n2",))]
 
@@ -317,7 +317,7 @@ def test_a_bad_link_is_found_in_whichever_round_its_pair_meets(hosts, mode, part
 
 
 def test_many_bad_links_do_not_pass_for_what_is_usual():
-    bad = [(0, 2), (2, 4), (4, 6), (1, 3), (3, 5)]  # none of the first round: only these are looked at again
+    bad = [(0, 2), (2, 4), (4, 6), (1, 3), (3, 5)]  # not in the first round: the probe repeats only these
     network = Network(8, noise=0.005, one_way={way: 0.3 for a, b in bad for way in ((a, b), (b, a))})
     found = check_records(network.records(QUICK))
     assert {(f.kind, frozenset(f.hosts)) for f in found} == {
@@ -337,7 +337,7 @@ def test_no_host_or_link_is_blamed_for_what_it_shares(sizes, ratio, all_narrow, 
     racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
     random.Random(seed).shuffle(racks)
     uplinks = {rack: 119.5 * MB * size / ratio for rack, size in enumerate(sizes) if all_narrow or not rack}
-    # One pair alone is not slowed by it.
+    # It does not slow a single pair.
     uplinks = {rack: max(rate, 119.5 * MB) for rack, rate in uplinks.items()}
     found = check_records(Network(len(racks), noise=0.005, racks=racks, uplink=uplinks, seed=seed).records(mode))
     assert {f.kind for f in found} <= {"oversubscribed_uplink"}
@@ -357,7 +357,7 @@ def test_the_narrow_uplinks_of_several_racks_are_found_with_their_hosts(sizes, m
 
 
 def test_the_ratio_of_an_uplink_is_that_of_what_its_hosts_could_send():
-    """One that is narrower than a single host is so for a pair alone already."""
+    """An uplink narrower than one host's link slows even a single pair."""
     network = Network(8, noise=0.005, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB * 0.1)
     (found,) = check_records(network.records(DEFAULT))
     assert found.kind == "oversubscribed_uplink" and found.ratio == pytest.approx(40, rel=0.05)
@@ -387,14 +387,14 @@ def test_a_host_that_freezes_after_it_was_measured_is_blamed():
 
 
 def test_pairs_that_slow_each_other_down_are_told_of_where_nobody_knows_who_shares():
-    racks = [0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 1, 2]  # not in the order of the racks
+    racks = [0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 1, 2]  # not in rack order
     records = Network(12, noise=0.005, racks=racks, uplink=119.5 * MB * 2).records()
     assert not any(isinstance(record, SharedLinkSides) for record in records)
     (found,) = check_records(records)
     assert (found.kind, found.severity) == ("oversubscribed_uplink", "warning")
     assert "share seem to be oversubscribed" in found.what
     busy = [structs.replace(r, busy=0.95) if isinstance(r, PairMeasurement) else r for r in records]
-    assert check_records(busy) == ()  # the processors may be what the pairs share
+    assert check_records(busy) == ()  # the pairs may share the CPUs
     assert " to " in found.evidence and "%" in found.evidence
 
 
@@ -439,23 +439,23 @@ def test_what_a_ring_gets_through_a_shared_uplink_is_what_one_stream_gets(sizes,
 def test_a_pair_that_something_else_slowed_parts_no_group():
     hosts = [f"n{n}" for n in range(12)]
     slowed = {frozenset((a, b)) for a in hosts for b in hosts if hosts.index(a) // 4 != hosts.index(b) // 4}
-    slowed -= {frozenset(("n4", "n9"))}  # nobody else crossed their uplinks in that round
+    slowed -= {frozenset(("n4", "n9"))}  # no other pair crossed their uplinks in that round
     slowed |= {frozenset(("n4", "n5")), frozenset(("n8", "n9"))}
     assert groups_of(hosts, slowed) == [tuple(hosts[:4]), tuple(hosts[4:8]), tuple(hosts[8:])]
 
 
 def test_hosts_of_one_machine_do_not_make_others_look_slow():
-    """Containers reach each other through memory, the third by a wire."""
+    """Containers reach each other through memory, and the third host over the network."""
     machines = ["a", "a", "a", "b", "b", "b", "c"]
     network = Network(7, noise=0.005, rate=1000 * MB, racks=[0, 0, 0, 1, 1, 1, 2], uplink=119.5 * MB)
     said = tuple(facts(f"n{n + 1}", machine=machine, interfaces=()) for n, machine in enumerate(machines))
     found = check_records(network.records(DEFAULT, said))
-    assert {f.kind for f in found} <= {"oversubscribed_uplink"}, found  # three on one wire
+    assert {f.kind for f in found} <= {"oversubscribed_uplink"}, found  # three hosts share one uplink
     assert any(f.kind == "slow_host" for f in check_records(network.records(DEFAULT)))
 
 
 def test_a_link_of_a_bond_is_not_called_broken():
-    """Its streams may have met in one of its two cards."""
+    """Its streams may have shared one of the two NICs."""
     bond = Interface(name="eth0", mtu=1500, speed_bytes_per_second=250 * MB, kind="bond")
     said = tuple(facts(f"n{n}", interfaces=(bond,)) for n in range(1, 9))
     network = Network(8, noise=0.005, rate=239 * MB, one_way={(0, 3): 0.5})
@@ -511,7 +511,7 @@ def test_pairs_that_failed_are_told_of_with_the_reason():
 
 
 def test_a_host_that_froze_on_the_way_is_named_however_few_waited_for_it():
-    """What was measured before counts; a pair of which one end did not reply is no sign of a wrong MTU."""
+    """Earlier measurements count. A pair with one unresponsive end does not indicate a wrong MTU."""
     records = Network(8).records(DEFAULT)
 
     def after(peers, why="n3 did not reply"):
@@ -529,7 +529,7 @@ def test_a_host_that_froze_on_the_way_is_named_however_few_waited_for_it():
     )
     stalled = check_records(after(["n7", "n8"], "n3 did not reply; n7: the stream stalled"))
     assert [(f.kind, f.hosts) for f in stalled] == [("host_lost", ("n3",))]
-    (one_way, _) = check_records(after(["n8"]))  # it may be either
+    (one_way, _) = check_records(after(["n8"]))  # either host may be the cause
     assert one_way.kind == "not_measured" and one_way.advice.startswith("check that both hosts are up")
     assert {f.kind for f in check_records(after(["n7", "n8"], "n3: no connection in 2 s"))} == {"not_measured"}
 
@@ -550,12 +550,12 @@ def test_what_fails_over_the_way_that_judges_is_an_error_whatever_the_other_does
     assert told() == []
     assert told(primary) == told("tcp", "mpi") == [("mtu", "error", ("n3",), False)]
     assert told(other) == [("mtu", "warning", ("n3",), True)]
-    assert told(other, where=lambda pair: True) == []  # it was given up, and that is said
+    assert told(other, where=lambda pair: True) == []  # the probe abandoned this transport, and its notes report that
     assert told(primary, where=lambda pair: pair == ("n1", "n2")) == [("mtu", "error", ("n1", "n2"), False)]
 
 
 def two_nics(number, net, name="eth1"):
-    """A host with a second NIC, which reports no rate."""
+    """Return the facts of a host with a second NIC of unknown rate."""
     own = Interface(name="eth0", mtu=1500, speed_bytes_per_second=125 * MB)
     second = Interface(name=name, addresses=(address(number, net),))
     return facts(f"n{number}", interfaces=(own, second))
@@ -628,9 +628,9 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
         records = [*Network(2).records(), *(CollectiveMeasurement(collective=each) for each in collectives)]
         return list(find_gpudirect_without_gain(collect_inputs(records)))
 
-    few = [curve(True, 1.0), curve(False, 1.0)]  # not what jobs run on
+    few = [curve(True, 1.0), curve(False, 1.0)]  # fewer hosts than the job has
     found = gain_findings([*few, curve(True, 1.0, 4), curve(False, gain, 4)])
-    # It may be as good without: host memory keeps up with a single card.
+    # GPUDirect may bring no gain: host memory keeps up with a single NIC.
     assert [(f.kind, f.severity, f.ratio) for f in found] == ([("gpudirect_off", "note", gain)] if told else [])
     assert gain_findings([curve(None, 1.0)]) == gain_findings([]) == []
 
@@ -657,7 +657,7 @@ def test_a_gpu_whose_copies_are_slow_is_told_of():
 
 
 def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
-    mesh = {(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)}  # a DGX-1's with two links
+    mesh = {(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)}  # pairs with two links in a DGX-1
     said = tuple(facts(f"n{n}", gpus=tuple(GpuPcieLink(index=g, name="V100") for g in range(8))) for n in range(1, 5))
 
     def between(host, slow=None):
@@ -675,7 +675,7 @@ def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
 
 
 def test_a_narrow_slot_is_known_once_the_gpu_was_used():
-    """Idle GPUs let their links sleep."""
+    """An idle GPU reduces the speed of its PCIe link."""
     idle = GpuPcieLink(
         index=0, name="RTX 4090", pcie_generation=1, pcie_generation_possible=4, pcie_width=8, pcie_width_possible=16
     )
@@ -687,7 +687,7 @@ def test_a_narrow_slot_is_known_once_the_gpu_was_used():
 
 
 def test_mpi_that_goes_beside_infiniband_is_told_of():
-    """As without the libraries for it; the one number would be held against the ports' rate."""
+    """MPI may lack the RDMA libraries. The finding prevents a comparison of its rate with that of the ports."""
     said = tuple(facts(f"n{n}", rdma_bytes_per_second=25e9, mpi_over_rdma=n != 2) for n in (1, 2, 3))
     (found,) = check_records(Network(3).records(facts=said))
     assert (found.kind, found.severity, found.hosts) == ("wrong_interface", "warning", ("n2",))
@@ -707,9 +707,9 @@ def test_other_networks_are_found_by_their_subnets():
             f"n{n}",
             interfaces=(
                 card("eth0", address(n, 0)),
-                card("ib0" if n < 3 else "ib9", address(n, 1)),  # names differ, the subnet counts
+                card("ib0" if n < 3 else "ib9", address(n, 1)),  # names differ, the subnet is the same
                 card("docker0", "172.17.0.1/16", kind="bridge"),
-                card("eth8", "192.168.0.7/24"),  # the same address everywhere: no way from one to another
+                card("eth8", "192.168.0.7/24"),  # same address on every host: these NICs do not reach each other
                 card("eth9", address(n, 2), up=False),
                 card("own", address(n, 10 + n)),
             ),
@@ -725,7 +725,7 @@ def test_other_networks_are_found_by_their_subnets():
 
 
 def two_networks(rates, hosts=4, gbits=10):
-    """A quick probe of hosts with a second card, whose pairs have these rates: from the lower number to the higher alone."""
+    """Return records of hosts with a second NIC, whose pairs have these rates in one direction."""
     said = tuple(
         facts(
             f"n{n}",
@@ -766,11 +766,11 @@ def card(gbits):
 def test_a_card_that_does_not_reach_its_rate():
     said = tuple(facts(f"n{n}", interfaces=card(10)) for n in (1, 2, 3))
     found = check_records(Network(3).records(facts=said))
-    assert [(f.kind, f.hosts) for f in found] == [("below_nominal", ("n1", "n2", "n3"))]  # one limit that all have
+    assert [(f.kind, f.hosts) for f in found] == [("below_nominal", ("n1", "n2", "n3"))]  # a limit common to all hosts
     assert "of 10 Gb/s" in found[0].evidence and "provider" in found[0].advice
     unequal = Network(3, slow={0: 0.8}).records(facts=said)
     assert {f.hosts for f in check_records(unequal) if f.kind == "below_nominal"} == {(f"n{n}",) for n in (1, 2, 3)}
-    said = (said[0], *(facts(f"n{n}", interfaces=card(1)) for n in (2, 3)))  # the others' cards allow no more
+    said = (said[0], *(facts(f"n{n}", interfaces=card(1)) for n in (2, 3)))  # the other hosts' NICs have this limit
     assert check_records(Network(3).records(facts=said)) == ()
 
 
@@ -813,14 +813,14 @@ def test_slower_cards_are_no_faults_but_a_slow_one_among_them_is(mode):
     said = tuple(facts(f"n{n + 1}", interfaces=card(0.25 if n in slow else 1)) for n in range(8))
     (found,) = check_records(Network(8, noise=0.005, slow=slow).records(mode, facts=said))
     assert (found.kind, found.severity, found.hosts) == ("mixed_nics", "note", ("n1", "n3", "n8"))
-    for worse, ratio in ((2, 0.5), (1, 0.6)):  # of the slow cards and of the fast ones
+    for worse, ratio in ((2, 0.5), (1, 0.6)):  # the slow NICs, then the fast NICs
         found = check_records(
             Network(8, noise=0.005, slow={**slow, worse: slow.get(worse, 1.0) * ratio}).records(mode, facts=said)
         )
         (host,) = [f for f in found if f.kind == "slow_host"]
         assert (host.hosts, host.severity) == ((f"n{worse + 1}",), "error")
         assert host.ratio == pytest.approx(ratio, abs=0.03)
-    unknown = (*said[:1], facts("n2", interfaces=()), *said[2:])  # then all are of one class
+    unknown = (*said[:1], facts("n2", interfaces=()), *said[2:])  # then all hosts are in one class
     found = check_records(Network(8, noise=0.005, slow=slow).records(mode, facts=unknown))
     assert {f.hosts for f in found if f.kind == "slow_host"} == {("n1",), ("n3",), ("n8",)}
 
@@ -850,7 +850,7 @@ def test_a_noisy_link_is_noted():
     assert [(f.kind, f.severity, f.source) for f in check_records(shaken)] == [("noisy_link", "note", "n1")]
 
 
-# -- what people say of the cards ----------------------------------------------------------------------------------------
+# -- rates from the topology file ----------------------------------------------------------------------------------------
 
 
 def described_network(nics, name="eth0"):
@@ -870,7 +870,7 @@ def described_network(nics, name="eth0"):
 
 
 def test_links_are_measured_against_the_rate_that_the_topology_gives_them():
-    """A virtual card says nothing of its rate, or a lie; 955 Mb/s is what 1 GbE carries, and a tenth of 10 GbE."""
+    """A virtual NIC reports no rate, or a wrong one. 955 Mb/s is full 1 GbE, and a tenth of 10 GbE."""
     assert described_network({"name": "eth0", "rate": "1GbE"}) == ()
     found = described_network({"name": "eth0", "rate": "10GbE"})
     assert [(f.kind, f.hosts) for f in found] == [("below_nominal", ("n1", "n2", "n3"))]
@@ -884,7 +884,7 @@ def test_a_card_that_is_only_in_the_file_is_told_of():
 
 
 @pytest.mark.parametrize(("nic", "told"), [
-    ({"name": "mlx5_0", "kind": "InfiniBand", "rate": "100Gb/s"}, set()),  # behind a switch that is slower than the card
+    ({"name": "mlx5_0", "kind": "InfiniBand", "rate": "100Gb/s"}, set()),  # behind a switch slower than the NIC
     ({"name": "mlx5_0", "kind": "InfiniBand", "rate": "200Gb/s"}, {"below_nominal"}),
     ({"name": "ens1", "kind": "Ethernet", "rate": "10Gb/s"}, {"below_nominal", "unknown_nic"}),
     ({"name": "eth0", "kind": "Ethernet", "rate": "1GbE"}, {"below_nominal"}),
@@ -968,7 +968,7 @@ def test_links_that_were_measured_beside_others_are_compared_where_the_others_ar
 
 def test_shares_of_a_narrow_uplink_are_not_compared():
     before = build_measured(Network(8, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB * 2).records(QUICK))
-    shares = iter([1.3, 0.7] * 100)  # who gets how much of it is chance
+    shares = iter([1.3, 0.7] * 100)  # the share of each pair is random
     other = structs.replace(
         before,
         pairs=tuple(
@@ -982,7 +982,7 @@ def test_shares_of_a_narrow_uplink_are_not_compared():
 
 
 def further(network, hosts=("n1", "n2", "n3", "n4"), rate=1200 * MB):
-    """What was measured on a network that the job does not use."""
+    """Return measurements on a network that the job does not use."""
     return tuple(
         LinkMeasurement(source=a, target=b, transport="tcp", load="alone", network=network, bandwidth_bytes_per_second=rate, variation=0.0,
                  streams=4)
@@ -1000,7 +1000,7 @@ def test_networks_are_compared_by_themselves():
     assert found[0].what == "n1 to n2: 50% of the earlier bandwidth (tcp on 10.9.0.0/24)"
     slow = structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24", rate=4e8), *further("10.8.0.0/24")))
     fast = structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24"), *further("10.8.0.0/24")))
-    (found,) = find_regressions(fast, slow)  # and nobody of its hosts is to blame
+    (found,) = find_regressions(fast, slow)  # no single host has the fault
     assert found.what == "nearly all links on 10.9.0.0/24 have 33% of the earlier bandwidth"
 
 
@@ -1031,7 +1031,7 @@ def with_gpus(nvlink=270e9, memory=25e9, seconds=0.01, own=10e9):
 
 def test_copies_of_gpus_and_all_reduces_are_compared():
     before = with_gpus()
-    assert find_regressions(before, with_gpus(nvlink=250e9, seconds=0.0105, own=1e9)) == ()  # host memory is whoever's
+    assert find_regressions(before, with_gpus(nvlink=250e9, seconds=0.0105, own=1e9)) == ()  # host memory varies
     said = describe_comparison(before, before)
     assert said.endswith("0 of 0 directions, 4 copies inside hosts, 1 all-reduce(s)")
     (found,) = find_regressions(before, with_gpus(seconds=0.0125))
@@ -1099,7 +1099,7 @@ def test_hosts_that_are_one_machine_are_kept_as_one():
         facts("n1", machine="a", cores=(0, 1, 2)),
         facts("n2", machine="b", cores=(0, 1)),
         facts("n3", machine="a", cores=(2, 3)),
-        facts("n4"),  # does not know
+        facts("n4"),  # has unknown facts
         facts("n5", machine="c", cores=(0, 1, 2, 3), cpu_quota=1.5),
         facts("n6", machine="c", cores=(0, 1, 2, 3), cpu_quota=1.5),
     )
@@ -1221,7 +1221,7 @@ def test_a_link_that_came_and_went_often_is_told_of():
     (found,) = check_records(Network(4).records(facts=said))
     assert (found.kind, found.severity, found.hosts) == ("noisy_link", "note", ("n2",))
     assert "400 times" in found.what
-    often = tuple(facts(f"n{n}", interfaces=card(300 + n)) for n in (1, 2, 3, 4))  # hosts that are often booted
+    often = tuple(facts(f"n{n}", interfaces=card(300 + n)) for n in (1, 2, 3, 4))  # each host boots several times
     assert check_records(Network(4).records(facts=often)) == ()
 
 

@@ -1,4 +1,4 @@
-"""`distrib-topo probe` on the virtual cluster: what it finds, writes, survives."""
+"""`distrib-topo probe` on the virtual cluster: findings, files and faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRIES = 4
 
 @pytest.fixture
 def probe(tmp_path):
-    """Runs `distrib-topo probe` on the cluster's first host to its end."""
+    """Run `distrib-topo probe` to completion on the cluster's first host."""
 
     def run(cluster, *words, timeout=200):
         command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", *words]
@@ -36,7 +36,7 @@ def probe(tmp_path):
 
 
 def measured_again_if_need_be(test):
-    """What depends on rates runs alone, and has more tries: eight hosts share the machine's cores with whatever else runs here."""
+    """Retry a rate-dependent test, not in parallel. Eight hosts share the machine's cores with other processes."""
 
     @pytest.mark.alone
     @functools.wraps(test)
@@ -71,7 +71,7 @@ def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
         if p["load"] == "together"
     }
     assert len(rates) == 12
-    assert rates["n1", "n2"] * 8 == pytest.approx(382e6, rel=0.05)  # TCP's part of 400 Mb/s
+    assert rates["n1", "n2"] * 8 == pytest.approx(382e6, rel=0.05)  # TCP payload at 400 Mb/s
     assert rates["n1", "n3"] * 8 == pytest.approx(191e6, rel=0.05)
 
 
@@ -83,7 +83,7 @@ def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, pr
     assert done.returncode == 0, done
     output = json.loads(done.stdout)
     (finding,) = [each for each in output["findings"] if each["kind"] == "oversubscribed_uplink"]
-    # Eight hosts share the machine's cores: a link may look a little slow beside it, but no host is to be blamed.
+    # Eight hosts share the machine's cores. A link may be slightly slow, but no host is at fault.
     others = [each for each in output["findings"] if each is not finding]
     assert all(each["kind"] in ("slow_link", "noisy_link") and each["severity"] != "error" for each in others), others
     assert finding["ratio"] == pytest.approx(2.0, abs=0.25)
@@ -116,7 +116,7 @@ def test_what_is_measured_is_written_and_drawn(make_cluster, probe, tmp_path):
     }  # fmt: skip
     assert {collective.ranks for collective in measured.collectives} == {2, 3}
     assert {link.host for link in measured.inside} == {"n1", "n2", "n3"}
-    [machine] = measured.machines  # virtual hosts are
+    [machine] = measured.machines  # all virtual hosts are one machine
     assert (set(machine.hosts), machine.processors) == ({"n1", "n2", "n3"}, len(os.sched_getaffinity(0)))
 
 
@@ -125,7 +125,7 @@ def test_what_became_worse_since_an_earlier_probe_is_told(make_cluster, probe, t
     cluster = make_cluster(3, rate="400mbit")
     earlier = tmp_path / "earlier.yaml"
     assert probe(cluster, "--quick", "-o", earlier).returncode == 0
-    (group,) = read_topology(earlier).nodes  # a new file has what the hosts said of themselves
+    (group,) = read_topology(earlier).nodes  # a new file has the hosts' own inventories
     assert len(group.host_names) == len(cluster.hosts) and group.cores and group.memory
     cluster.shape("n2", "200mbit")
     done = probe(cluster, "--quick", "--baseline", earlier, "--json")
@@ -163,7 +163,7 @@ def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_clu
     told = any(note.startswith("all-reduce over 3 hosts: sizes above") for note in output["notes"])
     assert told == (largest < 64 << 20)
     way = link_between(read_topology(written), "n1", "n2")
-    assert way.bandwidth_bytes_per_second * 8 == pytest.approx(191e6, rel=0.05)  # the job's own card
+    assert way.bandwidth_bytes_per_second * 8 == pytest.approx(191e6, rel=0.05)  # the NIC of the job
 
 
 def test_a_further_network_that_passes_nothing_costs_seconds_and_is_told_of(make_cluster, probe):
@@ -213,7 +213,7 @@ def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_p
 
 
 def test_a_host_that_freezes_is_blamed_and_keeps_nobody_waiting(make_cluster, tmp_path):
-    """It is up, its connections too: only no answer comes from it, nor would its rank ever end."""
+    """The host and its connections stay up, but it sends no reply, and its rank does not exit."""
     cluster = make_cluster(4, rate="400mbit")
     command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--json", "--quick"]
     process = cluster.popen("n1", command, env=ENV, cwd=tmp_path)
@@ -224,7 +224,7 @@ def test_a_host_that_freezes_is_blamed_and_keeps_nobody_waiting(make_cluster, tm
     assert process.returncode == 0, (out, err)
     output = json.loads(out)
     assert (output["whole"], output["lost_hosts"]) == (True, ["n3"])
-    # Beside what else runs here a link may look slow; nobody else is to be blamed.
+    # Other load may slow a link. The probe must find no other error.
     assert [each for each in kinds(output) if each[1] == "error"] == [("host_lost", "error", ["n3"])], output[
         "findings"
     ]

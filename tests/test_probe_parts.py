@@ -1,4 +1,4 @@
-"""The probe's hands: streams over loopback, copies inside a host, and the lines that an interrupted probe leaves."""
+"""Benchmarks of the probe: streams over loopback, copies inside a host, and records of an interrupted probe."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOKEN = b"0123456789abcdef"
 
 
 def stream(listener, *, token=TOKEN, task=7, streams=1, patience=5.0, **wanted):
-    """One stream to ourselves: what the receiver saw, and what the sender said."""
+    """Run one stream over loopback. Return the receiver's result and the sender's replies."""
     sent = []
 
     def send():
@@ -76,12 +76,12 @@ def test_a_stream_over_loopback_has_a_rate_and_a_latency(listener, streams):
     assert seen.rate.repetitions >= 3
     assert 0 < seen.latency_seconds < 0.1
     assert sent[0].path_mtu > 1000
-    assert 0.2 < seen.busy <= 1.0 and 0.2 < sent[0].busy <= 1.0  # the wire is this machine's memory
+    assert 0.2 < seen.busy <= 1.0 and 0.2 < sent[0].busy <= 1.0  # loopback runs through memory
 
 
 def test_a_machine_that_stands_still_has_measured_all_the_same(monkeypatch, listener):
     selecting = tcp.selectors.DefaultSelector.select
-    stands = iter([0.0, 1.0])  # long enough for six streams, after the first look
+    stands = iter([0.0, 1.0])  # the pause at the second poll covers six streams
 
     def select(self, timeout=None):
         if threading.current_thread() is threading.main_thread():  # the receiver
@@ -90,7 +90,7 @@ def test_a_machine_that_stands_still_has_measured_all_the_same(monkeypatch, list
 
     monkeypatch.setattr(tcp.selectors.DefaultSelector, "select", select)
     seen, _ = stream(listener, pings=0, seconds=0.12)
-    assert next(stands, None) is None  # it has stood still
+    assert next(stands, None) is None  # the pause happened
     assert seen.rate and seen.rate.repetitions >= 3
 
 
@@ -170,7 +170,7 @@ def test_memory_copies_have_a_rate():
 
 
 class FakeTorch:
-    """GPUs whose copies take as long as a link of so many bytes per second would; of some the memory is full."""
+    """GPUs whose copies take as long as on a link of this rate; the memory of some is full."""
 
     uint8 = "uint8"
     gpus = 2
@@ -264,7 +264,7 @@ def test_what_was_measured_in_time_is_kept():
     assert problems == ("GPUs: 8 of 8 copies were left out for lack of time",)
 
 
-# -- how much of an all-reduce there is time for ----------------------------------------------------------------------------
+# -- time budget of an all-reduce -------------------------------------------------------------------------------------------
 
 
 def test_errors_of_torchs_own_kind_cost_what_they_are_about_only(monkeypatch):
@@ -293,7 +293,7 @@ def test_larger_sizes_are_measured_before_smaller_ones_are_repeated(expected, le
         return
     spent = expected * (times + (times > 1))
     assert spent <= left
-    # What could be reached by measuring everything once can be reached still.
+    # Enough budget remains to measure each size once, if there was enough before.
     once, still = left - expected, left - spent
     for size in sizes:
         once, still = once - expected * size, still - expected * size
@@ -335,10 +335,10 @@ def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [(), (1, 2)])
 def test_an_all_reduce_of_some_ranks_is_over_mpi_s_group_of_them(monkeypatch, ranks):
-    """NCCL and Gloo do not meet; those that are left out are not asked, and must not be waited for."""
+    """NCCL and Gloo use separate groups. Ranks outside the group get no task, and the group must not wait for them."""
     made = mock.Mock(return_value=SimpleNamespace(measure=lambda task: ()))
     monkeypatch.setattr(allreduce, "AllReduceBenchmark", made)
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # which it sets
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # Worker changes this variable
     group = SimpleNamespace(Incl=lambda of: ("group", of))
     comm = SimpleNamespace(rank=1, size=3, Get_group=lambda: group, Create_group=lambda of: ("comm", of))
     task = AllReduceTask(

@@ -1,4 +1,4 @@
-"""How a probe runs: what rank 0 does with the answers it gets, and what the command makes of a job that goes wrong."""
+"""A run of the probe: rank 0 with given replies, and the command with jobs that fail."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ from tests.test_probe import Network, facts
 RATE = 100e6
 OTHER_NETWORK = "10.1.0.0/16"
 IMPATIENT = ProbeTimeouts(reply_seconds=-3.0, transfer_seconds=-3.0, copies_seconds=-3.0)
-"""Replies come at once or never."""
+"""Timeout in seconds: a reply comes at once or never."""
 
 
 # -- rank 0 -----------------------------------------------------------------------------------------------------------
 
 
 class Cluster:
-    """Hosts with so many ranks each that answer as `answer` says, at once; None is no answer."""
+    """Hosts with these ranks, whose replies `answer` returns at once; None stands for a missing reply."""
 
     def __init__(self, hosts, *, ranks=1, answer=None, networks=1, net=0):
         self.hosts = tuple(f"n{n + 1}" for n in range(hosts))
@@ -94,7 +94,7 @@ class Cluster:
             self.replies.append(reply)
 
     def iprobe(self, *, tag):
-        """What is late comes when it is no longer waited for."""
+        """Return True if a reply is ready. A late reply is ready only after rank 0 stopped waiting for it."""
         if not self.replies:
             self.replies = [reply for reply, waited_for in self.late if waited_for]
             self.late = [(reply, True) for reply, waited_for in self.late if not waited_for]
@@ -104,7 +104,7 @@ class Cluster:
         return msgspec.msgpack.encode(self.replies.pop(0))
 
     def probe(self, mode="default", done=(), before=()):
-        """The records of a probe of these hosts."""
+        """Run a probe of these hosts and return its records."""
         found = []
         spec = ProbeSpec(hosts=self.hosts, present=self.hosts, mode=mode, done=done)
         Coordinator(self, self, spec, self.hellos, found.append, before, IMPATIENT).run()
@@ -151,7 +151,7 @@ def test_the_memory_of_a_machine_is_measured_once_and_is_that_of_all_its_hosts()
         True,
         False,
         True,
-    ]  # rank 0 asks itself
+    ]  # rank 0 also sends tasks to itself
     assert sorted(record.link.host for record in of(IntraNodeMeasurement, records)) == ["n1", "n2", "n3", "n4"]
 
 
@@ -199,7 +199,7 @@ def test_an_answer_that_comes_late_is_waited_for_before_all_reduce():
 
 @pytest.mark.parametrize("answers", [0, 4])
 def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answers):
-    """After so many answers; what it was not asked for is missing, and no step without it is whole."""
+    """Rank 0 stops sending tasks after several timeouts. Stages with missing measurements are incomplete."""
     given = []
 
     def answer(rank, task):
@@ -268,7 +268,7 @@ def test_ways_inside_a_host_are_kept_when_others_fail():
 
 
 def fails_on(network, where):
-    """Answers of ranks between which nothing passes on that network, where `where` says so of the hosts' numbers."""
+    """Return replies in which pairs fail on this network, if `where` is true of their host numbers."""
 
     def answer(rank, task):
         on_it = isinstance(task, PairTask) and task.addresses[0].startswith(network)
@@ -310,7 +310,7 @@ def test_a_network_is_not_given_up_for_one_host(hosts):
 
 
 def uplink(rank, task):
-    """Half of the hosts behind an uplink for two: what crosses it beside others is slow."""
+    """Return replies of two halves of hosts, between which parallel streams have half the rate."""
     alone = isinstance(task, PairTask) and task.load == "alone"
     crosses = isinstance(task, PairTask) and (task.source < 4) != (task.target < 4)
     return usual(rank, task, RATE / 2 if crosses and not alone else RATE)
@@ -333,11 +333,11 @@ def test_a_probe_that_was_interrupted_in_its_second_look_looks_again(mode):
     ] == []
     assert any(record.stage.startswith("sharing") for record in of(PairMeasurement, records))
     assert of(SharedLinkSides, records) or notes(records)
-    # After the second look it is not taken again.
+    # The probe does not repeat it after the second pass.
     done = tuple(record.stage for record in of(StageDone, first))
     third = Cluster(8, answer=uplink).probe(mode, tuple(step for step in done if step != "all-reduce"), before)
     assert of(PairMeasurement, third) == []
-    # That the all-reduces begin is said each time.
+    # The probe reports the start of the all-reduces each time.
     assert [record.stage for record in of(StageDone, third)] == (["links", "all-reduce"] if mode == "default" else [])
 
 
@@ -355,7 +355,7 @@ def test_what_was_measured_over_another_network_does_not_count():
 
 @pytest.mark.parametrize("first", [False, True])
 def test_all_reduces_of_gpus_are_without_hosts_that_have_none(first):
-    """Such as one for parameter servers, be it the first."""
+    """The first host may have no GPUs, such as one for parameter servers."""
 
     def answer(rank, task):
         reply = usual(rank, task)
@@ -372,17 +372,17 @@ def test_all_reduces_of_gpus_are_without_hosts_that_have_none(first):
     records = cluster.probe()
     asked = [task for task in cluster.tasks if isinstance(task, AllReduceTask)]
     assert {(task.ranks, task.host_counts) for task in asked} == {(on_gpus, (2,))}
-    assert len(asked) == (4 if first else 3)  # rank 0 asks itself
+    assert len(asked) == (4 if first else 3)  # rank 0 also sends tasks to itself
     assert of(CollectiveMeasurement, records)
     assert notes(records) == [f"all-reduce over GPUs only, without {'n1' if first else 'n3'}"]
     assert all(record.complete for record in of(StageDone, records))
-    # Those that have not loaded torch would wait at MPI's end for the others.
+    # Ranks without torch would wait in MPI_Finalize for the others.
     assert [task.skip_finalize for task in cluster.tasks if isinstance(task, ShutdownTask)] == [True] * 5
 
 
 @pytest.mark.parametrize(("level", "on"), [(None, True), ("SYS", True), ("LOC", False), ("0", False)])
 def test_an_all_reduce_without_gpudirect_is_not_called_one_with_it(monkeypatch, level, on):
-    """Whoever probes may have set how far it reaches."""
+    """The user may have limited GPUDirect with NCCL_NET_GDR_LEVEL."""
     if level is not None:
         monkeypatch.setenv("NCCL_NET_GDR_LEVEL", level)
     cluster = Cluster(2)
@@ -407,7 +407,7 @@ def test_one_machine_has_an_all_reduce_over_its_ranks():
 
 
 class Comm:
-    """MPI of rank 1, to which rank 0 says these, each after a while."""
+    """MPI communicator of rank 1, which receives these tasks from rank 0, each after a delay."""
 
     def __init__(self, size, *words):
         self.rank, self.size, self.words, self.looks = 1, size, list(words), 0
@@ -425,13 +425,13 @@ class Comm:
 
 @pytest.fixture
 def run_rank(monkeypatch):
-    """What `python -m distrib.probe` comes to where MPI is this one."""
+    """Return a function that runs `python -m distrib.probe` with a given communicator."""
 
     def run(comm):
         spec = msgspec.json.encode(ProbeSpec(hosts=("n1", "n2"), present=("n1", "n2"))).decode()
         monkeypatch.setattr(rank_of_probe.sys, "argv", ["probe", spec])
         monkeypatch.setattr(rank_of_probe, "_init_mpi", lambda: comm)
-        monkeypatch.setattr(rank_of_probe, "_exit", lambda skip_finalize: None)  # it ends the process
+        monkeypatch.setattr(rank_of_probe, "_exit", lambda skip_finalize: None)  # would end the process
         for name, value in {"WORLD_SIZE": 3, "GROUP_RANK": 1, "LOCAL_RANK": 1}.items():
             monkeypatch.setenv(name, str(value))
         return rank_of_probe.main()
@@ -460,7 +460,7 @@ def test_a_rank_is_more_patient_than_rank_0_which_knows_who_is_missing(run_rank,
 
 @pytest.fixture
 def jobs(monkeypatch, tmp_path):
-    """Jobs that print what `jobs.records` says instead of being started."""
+    """Replace jobs by fakes that print the records of `jobs.records`."""
     monkeypatch.chdir(tmp_path)
     made = SimpleNamespace(
         specs=[],
@@ -494,7 +494,7 @@ def probe(*words):
 
 
 def earlier(path, hosts):
-    """A file with a whole probe in it."""
+    """Write a file of a complete probe."""
     names = [f"n{n + 1}" for n in range(hosts)]
     pairs = tuple(
         LinkMeasurement(source=a, target=b, transport="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0)
@@ -508,7 +508,7 @@ def test_hosts_for_parameter_servers_are_probed_too(jobs, tmp_path):
     assert probe("-H", "hosts", "-o", "t.yaml") == 0
     assert [spec.hosts for spec in jobs.specs] == [("n1", "n2", "n3")]
     assert len(read_topology("t.yaml").measured.pairs) == 6
-    # They need no GPU where the others have some.
+    # Hosts without GPUs are valid beside hosts with GPUs.
     assert {(rank.host, rank.device) for rank in jobs.plans[0].ranks} == {("n1", "auto"), ("n2", "auto"), ("n3", "cpu")}
     (tmp_path / "hosts").write_text("n1 role=server\nn2 role=server\n")
     assert probe("-H", "hosts") == 0
@@ -574,7 +574,7 @@ def test_a_probe_of_a_few_hosts_does_not_replace_one_of_many(jobs, capsys):
     assert probe("-H", "n[1-2]", "-o", "t.yaml") == 2
     assert "-o t.yaml: it has 12 links of 2025-05-05, and these hosts have 2 of them" in capsys.readouterr().err
     assert jobs.specs == []
-    assert probe("-H", "n[1-3]", "-o", "t.yaml") == 0  # half of them
+    assert probe("-H", "n[1-3]", "-o", "t.yaml") == 0  # half of the hosts
     assert read_topology("t.yaml").measured.hosts == ("n1", "n2", "n3")
 
 
@@ -593,7 +593,7 @@ def test_several_pictures_are_drawn(jobs, tmp_path):
 
 
 def test_the_axes_of_a_picture_are_no_formulas(tmp_path):
-    """Names may have a $, so that nothing is read as one."""
+    """A name may contain a $, and matplotlib must not parse it as a formula."""
     curve = tuple(Point(8 * 4**n, 8e-6 * (n + 1)) for n in range(8))
     pairs = tuple(
         LinkMeasurement(source=a, target=b, transport="mpi", load="alone", bandwidth_bytes_per_second=999.7e6 / 8, variation=0.0, curve=curve)
@@ -641,7 +641,7 @@ def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsy
 
 
 def fails_in_all_reduce(monkeypatch, host):
-    """As NCCL's watchdog ends a rank: by SIGABRT, whoever is to blame."""
+    """Fail in an all-reduce as NCCL's watchdog does, by SIGABRT on any rank."""
     launch = runner.launch
 
     def failing(*plan, **to):
@@ -660,7 +660,7 @@ def test_an_all_reduce_that_ends_its_ranks_costs_no_link_and_no_host(jobs, monke
     begins = StageDone(stage=LINKS_DONE, title="", done_seconds=1.0, remaining_seconds=1.0)
     start, *seen = Network(3).records(DEFAULT)
     jobs.records = lambda spec: [start, *seen, begins]
-    if resumed:  # and all but the all-reduces was done before
+    if resumed:  # all stages except the all-reduces are complete
         kept = (start, *seen, msgspec.structs.replace(begins, stage=SECOND_PASS), begins)
         (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode_record(record) + "\n" for record in kept))
         jobs.records = lambda spec: [start, begins]
@@ -681,7 +681,7 @@ def test_a_rank_that_ends_while_links_are_measured_gets_a_second_try(jobs, monke
     (tmp_path / "t.yaml.partial.jsonl").write_text(
         "".join(encode_record(record) + "\n" for record in (start, *seen, begins))
     )
-    jobs.records = lambda spec: [start, done]  # what had failed before is measured again
+    jobs.records = lambda spec: [start, done]  # measures the failed parts again
     assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
     assert [spec.present for spec in jobs.specs][:3] == [("n1", "n2", "n3")] * 2 + [("n1", "n3")]
 
@@ -709,7 +709,7 @@ def test_the_look_without_gpudirect_is_without_it_whatever_was_set(jobs):
 
 @pytest.mark.parametrize("how", ["here", "there"])
 def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_one(jobs, monkeypatch, capsys, how):
-    """Whether this process hears of Ctrl-C, or the job's supervision does."""
+    """Either this process or the job's supervisor receives Ctrl-C."""
     curve = (Point(1 << 20, 1.0),)
     made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
     whole = [*Network(2).records(), CollectiveMeasurement(collective=made), ProbeEnded(seconds=1.0)]
@@ -737,7 +737,7 @@ def test_a_probe_without_records_cannot_be_resumed(jobs, capsys):
 
 
 def test_what_a_probe_found_is_shown_though_a_rank_had_to_end_it(jobs, monkeypatch, capsys):
-    """Rank 0 fails where another one is frozen; then that is what people must hear of."""
+    """Rank 0 fails because another rank is frozen. The command must report the frozen rank."""
     start, *seen = Network(2).records()
     failed = [msgspec.structs.replace(r, failed="n2 did not reply") for r in seen if isinstance(r, PairMeasurement)]
     jobs.records = lambda spec: [

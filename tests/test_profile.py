@@ -1,4 +1,4 @@
-"""`distrib-launch --profile` and `job.profile`: what they measure, and that they leave the script as it is."""
+"""`distrib-launch --profile` and `job.profile`: measurements, and unchanged results of the script."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def test_a_script_is_measured_and_ended(launch, tmp_path):
     assert {gradient.name for gradient in found.gradients[:2]} == {"last.bias", "last.weight"}
     assert {g.name: g.elements for g in found.gradients}["first.weight"] == 80_000
     assert found.gradient_bytes == found.parameter_bytes == 4 * (2 * 80_000 + 10_000 + 8)
-    # The sleeps are lower bounds; how long things take beyond them is not for a test to say.
+    # The sleeps are lower bounds; a busy machine may take any time beyond them.
     assert found.forward_seconds >= 0.0099 and found.backward_seconds >= 0.0199
     assert found.gradients[-1].ready_seconds >= 0.0199 > found.gradients[0].ready_seconds
     assert found.gradients[-1].ready_seconds <= found.backward_seconds
-    assert 0 < found.processor_share < 0.9  # it sleeps most of the time
+    assert 0 < found.processor_share < 0.9  # mostly sleeps
 
 
 def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
     run = launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.03, 1600, "loads")
     assert run.code == 0, run
     found = read_workload(tmp_path / "p.json")
-    # Each of a batch's four samples spins for 3 ms of its process's processor time; the kernel counts in ticks of 10 ms.
+    # Each of a batch's four samples uses 3 ms of CPU time; the kernel counts in ticks of 10 ms.
     assert 0.006 < found.loading_processor_seconds < 0.05
     assert f"(which takes {1e3 * found.loading_processor_seconds:.3g} ms of processors)" in run.err
     launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.003, 1600)
@@ -46,11 +46,11 @@ def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
 
 
 def test_batches_that_come_in_bursts_are_waited_for_all_the_same(launch, tmp_path):
-    """Four processes take 0.4 s for a batch each and begin together: of four steps three wait for nothing, and one for all."""
+    """Four loader processes take 0.4 s per batch and start together. One step of four waits for all of them."""
     assert launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.02, 1600, "bursts").code == 0
     found = read_workload(tmp_path / "p.json")
     assert found.loader_seconds > 0.04
-    assert found.loader_seconds + found.compute_seconds == pytest.approx(0.1, rel=0.6)  # the longest wait alone is 0.4
+    assert found.loader_seconds + found.compute_seconds == pytest.approx(0.1, rel=0.6)  # the longest wait is 0.4 s
 
 
 def test_a_profile_does_not_change_what_is_computed(tmp_path):
@@ -91,7 +91,7 @@ def test_a_script_that_cannot_be_profiled_is_not_run_to_its_end(launch, tmp_path
 
 
 def test_a_thread_of_the_script_does_not_hold_the_profile_up(launch, tmp_path):
-    run = launch("--profile", tmp_path / "p.json", STEPS, 1000, 0, 1600, "thread", timeout=240)  # it lasts for 600 s
+    run = launch("--profile", tmp_path / "p.json", STEPS, 1000, 0, 1600, "thread", timeout=240)  # takes 600 s
     assert run.code == 0 and read_workload(tmp_path / "p.json"), run
 
 

@@ -1,4 +1,4 @@
-"""What others have measured, predicted from the catalogue alone; docs/benchmarks/prediction.md shows every row."""
+"""Published results, predicted from the catalogue only; docs/benchmarks/prediction.md shows every row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of numbers as people read them."""
+"""Lists of numbers as ranges."""
 
 from __future__ import annotations
 

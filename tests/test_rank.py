@@ -1,4 +1,4 @@
-"""A rank's own process, which the engine ends before its script has begun, or which loses its launcher: that is this test."""
+"""The rank agent under early termination by the engine and loss of the launcher; the test acts as the launcher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Launcher:
         self.got: dict[Kind, bytes] = {}
 
     def hears(self, kind: Kind) -> dict[str, Any]:
-        """What it is told, once it is."""
+        """Wait for a message of the agent and return it."""
 
         def is_told() -> bool:
             with contextlib.suppress(ConnectionResetError):
@@ -69,7 +69,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket, str]]:
-    """The process of a rank that heeds signals, its connection, and the token."""
+    """Yield the process of an agent with installed signal handlers, its connection and its token."""
     token = new_token()
     place = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("SIZE", "LOCAL_SIZE"), "1")
     environment = os.environ | {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}
@@ -82,7 +82,7 @@ def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket
         )
         stack.callback(process.kill)
         sock = stack.enter_context(listener.accept()[0])
-        caught = 1 << signal.SIGUSR2 - 1  # the last that it learns to heed
+        caught = 1 << signal.SIGUSR2 - 1  # the last handler that the agent installs
         status = Path(f"/proc/{process.pid}/status")
         comes_true(lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & caught != 0)
         yield process, sock, token
@@ -101,7 +101,7 @@ def test_it_tells_that_the_engine_ended_it_and_leaves_no_script(called_back, ass
     launcher = Launcher(sock, token)
     launcher.hears(Kind.HELLO)
     process.send_signal(signal.SIGSTOP)
-    if assigned:  # it finds both when it goes on
+    if assigned:  # the agent finds both when it resumes
         launcher.says(Kind.ASSIGN, order("sleep", "60"))
     process.terminate()
     process.send_signal(signal.SIGCONT)
@@ -123,7 +123,7 @@ def test_who_was_cut_off_ends_its_script_and_returns(called_back, listener):
     script = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     sock.close()
     with listener.accept()[0] as broken:
-        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the close is a reset
+        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a reset
     with listener.accept()[0] as again:
         comes_true(lambda: not Path(f"/proc/{script}").exists())
         launcher = Launcher(again, token)

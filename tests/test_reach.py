@@ -1,4 +1,4 @@
-"""Whether hosts reach each other is found out before the start, and whoever is not reached is named."""
+"""Preflight checks connections between all hosts, and names the host that cannot be reached."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def callee(number, *, from_all=False):
 
 
 def calls(hosts, *failed, subnet=NET, lost_bytes=0):
-    """Everybody's calls to everybody on so many hosts, and to this machine (0), of which some failed: pairs of numbers.
+    """Return the connection results of all pairs of hosts, and this machine (0); the pairs in `failed` failed.
 
-    `lost_bytes`: those connected, and packets of so many bytes were lost.
+    `lost_bytes`: these pairs connected, but packets of this size were lost.
     """
     reason = f"packets of {lost_bytes} bytes are lost on the path" if lost_bytes else "timed out"
     numbers = range(1, hosts + 1)
@@ -63,7 +63,7 @@ def blamed(*arguments, **more):
     return {check.host: check for check in explain_host_failures(calls(*arguments, **more))}
 
 
-# -- calling ----------------------------------------------------------------------------------------------------------
+# -- connection attempts ----------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 300))
@@ -77,13 +77,13 @@ def test_every_host_calls_and_is_called_by_enough_others(size):
         assert len(others) == size - 1 if size - 1 <= NEAR else NEAR / 2 <= len(others) <= 2 * NEAR
         for other in others:
             called[other] += 1
-    assert called.pop("n0") == size - 1  # whom all must reach
+    assert called.pop("n0") == size - 1  # all hosts connect to n0
     assert not called or min(called.values()) >= min(size - 1, NEAR / 2)
     assert len(list(_targets_of("elsewhere", [callee(0, from_all=True)]))) == 1
 
 
 def test_a_door_takes_any_number_of_calls():
-    """The kernel keeps a queue of callers, of 128 on older ones; full, it would let nobody through."""
+    """The kernel queues at most 128 connections on older versions. It drops further ones while the queue is full."""
     with HostSessions() as connections:
         target = ("127.0.0.1", connections.listen()[0])
         for _ in range(3):
@@ -96,7 +96,7 @@ def test_a_call_tells_why_it_failed():
     with contextlib.ExitStack() as stack:
         there = stack.enter_context(connectivity_agent.listen(0))
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(3):  # the kernel lets one more than the backlog in, and is silent to the others
+        for _ in range(3):  # the kernel accepts one more than the backlog and drops the rest
             caller = stack.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(full.getsockname())
@@ -110,7 +110,7 @@ def test_a_call_tells_why_it_failed():
     assert connectivity_agent.test_targets([], 0.3) == []
 
 
-# -- blaming ----------------------------------------------------------------------------------------------------------
+# -- attribution ------------------------------------------------------------------------------------------------------
 
 
 def test_a_host_that_nobody_reaches_is_blamed():
@@ -126,7 +126,7 @@ def test_a_host_that_reaches_nobody_is_blamed_where_the_others_get_through():
 
 
 def test_a_host_that_reaches_nobody_because_nobody_lets_it_in_is_not_blamed():
-    """One host without a firewall among others with one."""
+    """One host has no firewall, and all other hosts have one."""
     pairs = [(a, b) for a in (1, 2, 3, 4) for b in (2, 3, 4) if a != b]
     assert list(blamed(4, *pairs)) == ["n2", "n3", "n4"]
 
@@ -184,7 +184,7 @@ def test_no_bridge_takes_the_place_of_the_network_that_all_share():
         choose_network(hosts, failed={"10.0.0.2": "n1 cannot reach it"})
 
 
-# -- on hosts ---------------------------------------------------------------------------------------------------------
+# -- on the virtual cluster -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cluster
@@ -206,7 +206,7 @@ def test_a_firewall_that_lets_in_ssh_alone_is_named_before_the_start(make_cluste
 
 @pytest.mark.cluster
 def test_a_firewall_that_lets_in_some_ports_is_named(make_cluster):
-    """By luck a port that the kernel chooses is let in; the ranks would have others, and wait."""
+    """The kernel may choose an open port by chance. The ranks would choose other ports, and hang."""
     cluster = make_cluster(3)
     cluster.wall("n2", ports="22, 32768-44999")
     told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
@@ -217,10 +217,10 @@ def test_a_firewall_that_lets_in_some_ports_is_named(make_cluster):
 
 @pytest.mark.cluster
 def test_a_switch_port_without_jumbo_frames_is_named_before_the_start(make_cluster, launch):
-    """All would connect, and then wait for each other for good."""
+    """All connections would succeed, and the ranks would then hang."""
     cluster = make_cluster(4)
     cluster.raise_mtu(narrow="n3")
-    cluster.run("n1", ["ip", "link", "set", "eth0", "mtu", "1500"], check=True)  # a login node as they are
+    cluster.run("n1", ["ip", "link", "set", "eth0", "mtu", "1500"], check=True)  # as the MTU of a login node
     run = launch("-H", "n[2-4]:1", WHERE, cluster=cluster)
     assert run.code == 3, run
     assert (
@@ -254,7 +254,7 @@ def test_a_launcher_behind_a_firewall_is_told_so(make_cluster, launch):
 
 @pytest.mark.cluster
 def test_ranks_keep_to_the_ports_that_the_kernel_may_give(make_cluster, launch):
-    """A site that opens some ports, and says so to the kernel: libraries that choose a port themselves must keep to them."""
+    """A site opens some ports and restricts the kernel to them. Libraries that choose a port must use that range."""
     cluster = make_cluster(3)
     for host in cluster.hosts:
         cluster.run(host, ["sh", "-c", "echo 40000 41000 > /proc/sys/net/ipv4/ip_local_port_range"], check=True)
@@ -266,7 +266,7 @@ def test_ranks_keep_to_the_ports_that_the_kernel_may_give(make_cluster, launch):
 
 @pytest.mark.cluster
 def test_addresses_of_ipv6_that_lead_nowhere_are_left_alone(make_cluster, launch):
-    """Open MPI takes all addresses of a card that has one in the network that it is told: half of a LAN with IPv6 hung."""
+    """Open MPI uses all addresses of a matching NIC. Half of a LAN with IPv6 hung."""
     cluster = make_cluster(3)
     for number, host in enumerate(cluster.hosts[:2], start=1):
         cluster.run(host, ["ip", "-6", "addr", "add", f"fd00::{number}/64", "dev", "eth0", "nodad"], check=True)

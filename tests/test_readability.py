@@ -1,4 +1,4 @@
-"""Measures of scripts/readability.py, and what the tree must keep of them."""
+"""Metrics of scripts/readability.py, and their limits for this tree."""
 
 from __future__ import annotations
 

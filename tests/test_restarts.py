@@ -1,4 +1,4 @@
-"""A job that failed is started again: `--max-restarts`, `--min-hosts`, and the checkpoints that it goes on from."""
+"""Restarts of a failed job: `--max-restarts`, `--min-hosts`, and the checkpoints from which it continues."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_signal_to_save_ends_nothing_between_two_starts():
     with signals.ignored(signal.SIGUSR1):
         os.kill(os.getpid(), signal.SIGUSR1)
         told = subprocess.run(["sh", "-c", "kill -USR1 $$"], check=False)
-    assert told.returncode == -signal.SIGUSR1  # what is started meanwhile has it as ever
+    assert told.returncode == -signal.SIGUSR1  # a child process has the default handler
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
@@ -216,7 +216,7 @@ def test_the_next_run_in_a_folder_clears_the_starts_and_nothing_else(launch, tmp
     assert (tmp_path / "again/attempt1/mine.txt").exists() and (tmp_path / "again/attempt.md").exists()
 
 
-# -- which checkpoint is the newest -----------------------------------------------------------------------------------
+# -- selection of the newest checkpoint -------------------------------------------------------------------------------
 
 
 def _stamp(run: str, start: int, number: int, time: float = 0.0) -> Stamp:
@@ -232,7 +232,7 @@ def test_the_newest_checkpoint_of_the_run_is_the_one():
 
 
 def test_a_new_run_goes_on_from_the_newest_of_the_run_that_its_main_rank_knows():
-    """A host that was lost has an old one, comes back, and has the main rank of the next run."""
+    """A host that was lost returns with an old checkpoint, and runs the main rank of the next run."""
     run = replicas.Run(name="new", restarts=0, max_restarts=3)
     assert replicas.newest([_stamp("r", 0, 5), _stamp("r", 1, 20), _stamp("r", 1, 19)], run) == 1
     assert replicas.newest([_stamp("r", 0, 5, 100.0), _stamp("other", 1, 20, 200.0)], run) == 0
@@ -318,19 +318,19 @@ def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoi
     assert left.name.startswith(".a.pt.")
     checkpoint_format.write(tmp_path / "b.pt", {"x": 1})
     with left.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as a process does that still writes
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a process that is still writing
         checkpoint_format.write(tmp_path / "a.pt", {"x": 1})
         assert left.exists()
     checkpoint_format.write(tmp_path / "a.pt", {"x": 1})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
 
 
-# -- hosts that are lost and come back --------------------------------------------------------------------------------
+# -- hosts that are lost and return -----------------------------------------------------------------------------------
 
 
 @pytest.mark.cluster
 def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, tmp_path):
-    """Each host has a disk of its own; the main rank's host is lost, and comes back with a checkpoint that is old by then."""
+    """Each host has its own disk. The main rank's host is lost, and returns with an outdated checkpoint."""
     cluster = make_cluster(4)
     work = _folder(tmp_path / "work")
 

@@ -1,4 +1,4 @@
-"""Where parameter servers are placed, and what a job bears: pure."""
+"""Placement of parameter servers, and rules for tolerated failures."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_job_is_over_when_those_that_were_there_from_the_start_have_ended(tm
     plan = planned(tmp_path)  # workers 0 to 3, servers 4 and 5
     ended = [ending(0, code=0), ending(1), ending(2, code=0)]
     assert ToleranceRules(plan, ended, set()).is_training and not ToleranceRules(plan, ended, set()).is_over
-    assert ToleranceRules(plan, ended, {3}).is_over  # though 3 is running again
+    assert ToleranceRules(plan, ended, {3}).is_over  # though rank 3 is running again
     assert not ToleranceRules(plan, ended[1:], {3}).is_over
     assert ToleranceRules(plan, [ending(rank) for rank in range(4)], set()).is_over
     assert not ToleranceRules(plan, [ending(4)], {1, 2}).is_over
@@ -149,7 +149,7 @@ def test_workers_that_were_started_again_do_not_carry_on_alone(tmp_path):
     plan = planned(tmp_path)
     failed = [ending(rank) for rank in (1, 2, 3)]
     assert not ToleranceRules(plan, failed, {0}).continues_without(ending(3))
-    assert ToleranceRules(plan, [*failed, ending(0, code=0)], {0}).continues_without(ending(3))  # it reached its end
+    assert ToleranceRules(plan, [*failed, ending(0, code=0)], {0}).continues_without(ending(3))  # the rank finished
     assert not ToleranceRules(plan, [*failed, ending(0, code=0, stopped_by="launcher")], {0}).continues_without(
         ending(3)
     )
@@ -174,7 +174,7 @@ def test_who_was_cut_off_may_return_while_somebody_trains(tmp_path):
     assert not ToleranceRules(plan, [ending(3, code=0)], set()).may_rejoin(ending(3, code=0), 0)
     assert not ToleranceRules(plan, [ending(3)], set()).may_rejoin(ending(3, stopped_by="launcher"), 0)
     assert not ToleranceRules(planned(tmp_path, "--mode", "sync"), [lost], set()).may_rejoin(lost, 0)
-    died = ending(3)  # and then its host was cut off
+    died = ending(3)  # then its host was disconnected
     assert ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RESTARTS - 1)
     assert not ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RESTARTS)
 

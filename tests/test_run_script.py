@@ -1,4 +1,4 @@
-"""A rank's script runs as under `python SCRIPT`, and its process reports how it ended."""
+"""`run_script` runs a script as `python SCRIPT` does, and the process reports the exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.dumps([sys.argv, sys.path[0], __name__, __file__, str(__package__), t
 
 
 def outputs(words: list[str], cwd: Path, **environment: str) -> list[subprocess.CompletedProcess[str]]:
-    """The same script run by Python itself and by `run_script`."""
+    """Return the output of a script under Python itself and under `run_script`."""
     env = os.environ | environment
     commands = ([sys.executable, *words], [sys.executable, str(RUN_SCRIPT), *words])
     return [subprocess.run(one, cwd=cwd, env=env, capture_output=True, text=True, timeout=100) for one in commands]

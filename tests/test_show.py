@@ -1,4 +1,4 @@
-"""`distrib-topo show` as its users see it: the tree, JSON, the picture, and what it says to bad files."""
+"""`distrib-topo show` from the command line: tree, JSON, picture, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_json():
 
 
 def test_links_that_probe_has_measured_keep_the_names_that_were_given_to_them(tmp_path):
-    """Probe knows an NVLink when it sees one, and not how many there are."""
+    """The probe detects an NVLink, but not the number of links."""
     for name in ("dgx1-v100-edr.txt", "dgx1-v100-edr.yaml"):
         (tmp_path / name).write_text((EXAMPLES / name).read_text())
     (tmp_path / "a.yaml").write_text(
@@ -118,7 +118,7 @@ def test_links_that_probe_has_measured_keep_the_names_that_were_given_to_them(tm
     bridged = found("a", 4, lambda a, b: a // 2 == b // 2)
     write_measured(tmp_path / "a.yaml", Measurements(when="2026", software={}, hosts=("a",), inside=bridged))
     text = shown("--topology", "a.yaml", "--plot", "picture.svg", cwd=tmp_path)
-    assert "GPU to GPU: NVLink, 45 GB/s measured" in text  # of PCIe's nominal rate nothing is said
+    assert "GPU to GPU: NVLink, 45 GB/s measured" in text  # no measurement of PCIe
     assert "GPU to GPU: PCIe peer, 31.5 GB/s, 20 GB/s measured" in text
 
 
@@ -233,7 +233,7 @@ def test_a_ratio_says_what_an_uplink_carries_to_show_and_to_plan(tmp_path):
     )
     topology = read_topology(tmp_path / "t.yaml")
     rate = uplink_rate(topology, topology.switches[0])
-    assert 0.9 * 625e6 < rate < 625e6  # of 2 x 10 Gb/s a quarter, as far as it is usable
+    assert 0.9 * 625e6 < rate < 625e6  # a quarter of the usable 2 x 10 Gb/s
     _, across, _ = as_json("--topology", "t.yaml", cwd=tmp_path)["between"]
     assert across["name"] == "n[1-2] and n[3-4]"
     assert across["bandwidth_bytes_per_second"] == pytest.approx(rate)

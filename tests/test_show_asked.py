@@ -1,4 +1,4 @@
-"""`distrib-topo show --ask`: what hosts say of themselves, shown, and drafted as a topology file."""
+"""`distrib-topo show --ask`: inventories of hosts, displayed and drafted as a topology file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def port(number: int, *, layer: str = "InfiniBand", rate: float = 25e9, active: 
 
 
 def dgx(name: str, memory: int = 2015 * GIB, **facts: object) -> Inventory:
-    """Eight A100 at NVSwitches, and as many ports of HDR."""
+    """Return the facts of a DGX: eight A100 on NVSwitch and eight HDR ports."""
     inside = [
         msgspec.structs.replace(g, numa_node=g.index // 4, pcie="PCIe4 x16", nvlink_to=("switch",) * 12)
         for g in gpus(8)
@@ -97,7 +97,7 @@ def test_nvlinks_that_lead_to_other_gpus_are_pairs():
     assert group.links and group.links.nvlink == "NVLink2 x6" and not group.links.nvswitch
     assert group.links.pairs == {f"{one}-{other}": 2 for one, other in itertools.combinations(range(4), 2)}
     assert [(nic.name, nic.kind, nic.rate) for nic in group.nics] == [("ens1", "RoCE", "100 Gb/s")]
-    # A bridge that leads to a GPU which this host does not show leads nowhere.
+    # A bridge to a GPU that this host does not list is not a link.
     alone = msgspec.structs.replace(facts, gpus=tuple(cards[:1]))
     assert (draft_groups({"v1": alone})[0].links or group.links).nvlink is None
 
@@ -116,7 +116,7 @@ def test_old_slots_and_cards_of_two_ports_are_drafted():
 
 
 def test_ports_of_roce_that_are_bonded_are_one_card():
-    """As mlx5 has them: one device for both, whose addresses are the bond's, and which tells the rate of one."""
+    """mlx5 has one device for both ports. Its addresses are those of the bond, and its rate that of one port."""
     lag = msgspec.structs.replace(port(0, layer="Ethernet", rate=12.5e9), device="mlx5_bond_0", netdevs=("bond0",))
     cards = (
         interface("bond0", "10.0.0.1/24", kind="bond", speed=25e9), interface("ens1f0", speed=12.5e9, rdma=("mlx5_bond_0",)),
@@ -131,7 +131,7 @@ def test_ports_of_roce_that_are_bonded_are_one_card():
 
     of_vlan = ("ens1f1.7", "Ethernet", "100 Gb/s")
     assert drafted(lag) == [("bond0", "RoCE", "200 Gb/s"), ("eno1", "Ethernet", "10 Gb/s"), of_vlan]
-    # A card whose name the device's folder does not tell has it from its addresses; VLANs are none.
+    # If the device's folder has no NIC name, the addresses give it; a VLAN is not a NIC.
     plain = msgspec.structs.replace(lag, device="mlx5_9", netdevs=("ens1f1", "ens1f1.7"))
     assert drafted(plain) == [
         ("ens1f1", "RoCE", "100 Gb/s"),
@@ -141,7 +141,7 @@ def test_ports_of_roce_that_are_bonded_are_one_card():
 
 
 def test_a_card_is_drafted_where_its_address_is_on_a_vlan_or_a_bridge():
-    """Once, whatever the number of these; and none that has no address, as the launcher uses none."""
+    """A NIC appears once for any number of VLANs and bridges. The launcher uses no NIC without an address."""
     bonded = ("ens1f0", "ens1f1")
     cards = (
         interface("bond0.20", "10.20.0.1/24", kind="vlan", speed=6.25e9, cards=bonded),
@@ -211,18 +211,18 @@ def test_the_gpus_as_they_are():
 
 
 def test_the_slot_of_a_device(tmp_path):
-    """A card of PCIe 4 in a slot that has fewer lanes, or an older generation, is as good as that."""
+    """A PCIe 4 device is limited by a slot with fewer lanes or of an older generation."""
     device = tmp_path / "0000:00:01.0" / "0000:01:00.0"
     device.mkdir(parents=True)
-    (tmp_path / "link").symlink_to(device)  # as /sys/class/net/eth0/device is
+    (tmp_path / "link").symlink_to(device)  # as /sys/class/net/eth0/device
     for folder, speed, width in ((device, "16.0 GT/s PCIe", 16), (device.parent, "8.0 GT/s PCIe", 4)):
         (folder / "max_link_speed").write_text(f"{speed}\n")
         (folder / "max_link_width").write_text(f"{width}\n")
     assert sysfs.pcie_link(str(tmp_path / "link")) == "PCIe3 x4"
-    (device.parent / "max_link_width").write_text("255\n")  # as a bridge says that has none
+    (device.parent / "max_link_width").write_text("255\n")  # value of a bridge without a link
     assert sysfs.pcie_link(str(device)) == "PCIe4 x16"
     assert sysfs.pcie_link(str(tmp_path)) is None
-    for said, width in (("4", 4), ("0", None), ("63", None)):  # as virtual machines say
+    for said, width in (("4", 4), ("0", None), ("63", None)):  # values in virtual machines
         (device / "current_link_width").write_text(f"{said}\n")
         assert sysfs.current_pcie_width(str(tmp_path / "link")) == width
     assert sysfs.current_pcie_width(str(tmp_path)) is None

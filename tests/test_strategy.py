@@ -1,4 +1,4 @@
-"""The strategy: from options to every rank and back."""
+"""The strategy, from options to every rank and back."""
 
 from __future__ import annotations
 

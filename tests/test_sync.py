@@ -1,4 +1,4 @@
-"""`--sync`, interpreters of their own for some hosts, and a home directory that cannot be written to."""
+"""`--sync`, separate interpreters for some hosts, and a read-only home directory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ DENIED = "root@h: Permission denied (publickey)."
 )
 @pytest.mark.parametrize("closes", ["0", "1", "0 1"])
 def test_why_a_host_was_not_given_the_folder_whoever_ends_first(tmp_path, words, line, hint, closes):
-    # rsync's exit code is its own (12) where ssh has closed its pipes and not ended yet, and ssh's where it has.
+    # If ssh has closed its pipes but not exited, rsync exits with its own code (12), else with that of ssh.
     ssh = tmp_path / "ssh"
     close = " ".join(f"{fd}<&-" for fd in closes.split())
     ssh.write_text(f"#!/bin/sh\ncat >&2 <<'.'\n{words}\n.\nexec {close}\nsleep 0.3\nexit 255\n")
@@ -126,7 +126,7 @@ def test_the_plan_shows_which_ranks_an_interpreter_of_its_own_runs(tmp_path):
 
 
 def hide(cluster, host: str, folder: Path) -> None:
-    """Put an empty folder in the place of one, on one host alone."""
+    """Replace a folder by an empty one on one host."""
     cluster.run(host, ["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
 
 
@@ -154,9 +154,9 @@ def test_a_folder_is_brought_to_hosts_without_it(make_cluster, launch, project):
         "--run-dir",
         project / "runs/one two",
         "--no-dedup",
-    ]  # -F of ssh has blanks
+    ]  # the path for `ssh -F` has blanks
     run = launch(*options, script, cluster=cluster, cwd=project.parent)
-    assert run.code != 0, run  # nobody has brought it yet
+    assert run.code != 0, run  # no file has been copied yet
     run = launch(*options, "--sync", project, script, cluster=cluster, cwd=project.parent)
     assert run.code == 0, run
     assert f"--sync {project}: " in run.err
@@ -165,7 +165,7 @@ def test_a_folder_is_brought_to_hosts_without_it(make_cluster, launch, project):
     assert outputs[0].startswith("n1|.git|")
     assert outputs[1:] == ["n2|package|runs|train.py", "n3|package|runs|train.py"]
 
-    # The second time nothing has changed; what is gone here stays there.
+    # The second copy finds no change: a file deleted here remains there.
     (project / "package/inside").unlink()
     run = launch(*options, "--sync", project, script, cluster=cluster, cwd=project.parent)
     assert run.code == 0, run
@@ -194,7 +194,7 @@ def test_hosts_run_their_own_interpreters(make_cluster, launch, tmp_path):
     cluster = make_cluster(3, slots=2)
     other = tmp_path / "other place"
     other.mkdir()
-    # n2 has everything elsewhere and nothing where the launcher has it; n3 has both.
+    # n2 has the files only at other paths; n3 has them at both.
     for host in ("n2", "n3"):
         cluster.run(host, ["mount", "--bind", VENV, other], check=True)
     hide(cluster, "n2", VENV)
@@ -242,7 +242,7 @@ def test_nothing_is_written_at_home_or_in_the_working_directory(make_cluster, la
     run = launch("-H", cluster.hostfile, JOB, "--mpi", cluster=cluster, env={"HOME": str(absent)}, cwd=cwd)
     assert run.code == 0, run
     assert not absent.exists()
-    # Where even the run directory cannot be made, the error says what to do.
+    # If the run directory cannot be created, the error has a hint.
     command = [LAUNCH, "-H", cluster.hostfile, JOB]
     done = cluster.run("n1", command, env={"HOME": str(absent)}, cwd=cwd)
     assert done.returncode == 2, done

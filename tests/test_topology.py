@@ -1,4 +1,4 @@
-"""Topology files, good and bad; the catalogue; the ways between hosts and inside them; and what probe writes."""
+"""Topology files, valid and invalid; the catalogue; links between and inside hosts; the probe's output."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ PAIR = "{source: a, target: a, way: mpi, load: alone, bandwidth_bytes_per_second
 ALL = "{name: all_reduce, backend: gloo, hosts: [%s], ranks: %d, curve: []}"
 
 BAD = [
-    # No topology.
+    # Empty files.
     ("", "t.yaml: is empty; see hostfiles/"),
     ("# nothing\n", "t.yaml: is empty"),
     ("- a\n- b", "t.yaml:1: is a list, not a topology; begin with `nodes:`"),
@@ -120,7 +120,7 @@ BAD = [
     ("nodes:", "t.yaml:1: $.nodes: expected a list, not nothing"),
     ("node: [{hosts: a}]", "t.yaml:1: $.node: unknown field; did you mean nodes?"),
     ("name: x", "t.yaml:1: $: `nodes` is missing"),
-    # No YAML.
+    # Invalid YAML.
     ("a: [\n", "is not valid YAML"),
     ("x: y: z", "t.yaml:1: is not valid YAML: mapping values are not allowed"),
     (NODE + "\tcores: 2", "t.yaml:3: is not valid YAML: found a tab character that violates indentation; indent with spaces"),
@@ -132,7 +132,7 @@ BAD = [
     ("? [a]\n: b", "t.yaml:1: a key must be a word"),
     (NODE + "nodes: []", "t.yaml:3: the key `nodes` is duplicate, first on line 1"),
     (NODE + "    hosts: b", "t.yaml:3: the key `hosts` is duplicate, first on line 2"),
-    # Tricks.
+    # Unsafe and unusual YAML.
     ("!!python/object/apply:os.system [true]", "t.yaml:1: is not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
     (NODE + "    gpus: !Gpu {count: 2}", "t.yaml:3: is not valid YAML: could not determine a constructor for the tag '!Gpu'"),
     (BOMB + "nodes: *i", "aliases expand to more than"),
@@ -302,7 +302,7 @@ def test_every_figure_has_a_source_and_can_be():
         assert {f.source for f in (link.usable, link.rate_bytes_per_second, link.latency_seconds)} <= set(known.sources)
     names = [name.lower() for gpu in known.gpus for name in (gpu.name, *gpu.names)]
     assert len({gpu.name for gpu in known.gpus}) == len(known.gpus)
-    assert len(set(names)) >= len(names) - 4  # a name may differ from its own GPU's in case only
+    assert len(set(names)) >= len(names) - 4  # a name may differ from that of its GPU in case only
 
 
 @given(st.sampled_from(["ethernet", "roce"]), st.floats(0.5, 900), st.floats(1.0, 2.0))
@@ -372,7 +372,7 @@ def test_figures_that_everybody_knows():
     assert not find_gpu("A30").tflops["tf32"].verified
 
 
-# -- ways -------------------------------------------------------------------------------------------------------------
+# -- links ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_way_between_hosts_uses_the_fastest_common_nics():
@@ -389,14 +389,14 @@ def test_the_way_between_hosts_uses_the_fastest_common_nics():
         "  - {name: r1, hosts: 'a[1-2]', uplink: 100Gb/s}\n  - {name: r2, hosts: 'a[3-4]'}\n",
         "t",
     )
-    way = link_between(slow, "a1", "a3")  # TCP does not fill the card: two of them fit through half of both
+    way = link_between(slow, "a1", "a3")  # TCP is below half of the NIC rate: two pairs do not fill the uplink
     assert way.oversubscription == 2
     assert way.shared_bandwidth_bytes_per_second == way.bandwidth_bytes_per_second < 6.25e9
     wide = parse_topology(
         "nodes: [{hosts: 'a[1-2]', nics: [{name: e, rate: 10GbE}]}]\nswitches:\n"
         "  - {name: r1, hosts: 'a[1-2]', uplink: 100Gb/s}\n  - {name: up, switches: [r1], uplink: 20Gb/s}\n",
         "t",
-    )  # what its hosts cannot send, no uplink sends on
+    )  # the uplink carries no more than its hosts send
     assert [switch_oversubscription(wide, switch) for switch in wide.switches] == [1, 1]
     mixed = link_between(eight(), "dgx01", "old1")
     assert mixed.kind == "ethernet" and mixed.nics == ("eno1",) and mixed.rate_bytes_per_second == 1.25e9
@@ -410,7 +410,7 @@ def test_an_uplink_gives_its_oversubscription():
 
 
 def test_ways_between_many_hosts_do_not_take_long(monkeypatch):
-    """Hosts of one kind have the same NICs: what they carry is found once, not for each pair."""
+    """Hosts of one kind have identical NICs. The model computes their rate once, not for each pair."""
     asked = []
     own = data_nics.data_nics
     for module in (data_nics, uplinks):
@@ -446,7 +446,7 @@ def test_the_ways_inside_a_host():
     assert switched.text == "NVLink3 x12" and switched.rate_bytes_per_second == 300e9
     assert intra_node_link(eight(), "dgx01", "memory", "gpu0").text == "PCIe4 x16"
     assert intra_node_link(eight(), "dgx01", "gpu0", "gpu8") is None
-    assert intra_node_link(eight(), "old1", "gpu0", "gpu1").text == "PCIe3 x16"  # the catalogue knows the card
+    assert intra_node_link(eight(), "old1", "gpu0", "gpu1").text == "PCIe3 x16"  # in the catalogue
     mesh = read_topology(EXAMPLES / "dgx1-v100-edr.yaml")
     assert intra_node_link(mesh, "dgx1-01", "gpu0", "gpu3").text == "NVLink2 x2"
     assert intra_node_link(mesh, "dgx1-01", "gpu3", "gpu0").rate_bytes_per_second == 50e9
@@ -481,7 +481,7 @@ def test_measured_beats_catalogued():
     way = link_between(topology, "DGX01", "dgx02")
     assert (way.origin, way.bandwidth_bytes_per_second, way.latency_seconds) == ("measured", 12e9, 3e-5)
     assert way.rate_bytes_per_second == 200e9
-    back = link_between(topology, "dgx02", "dgx01")  # the other direction is better than a data sheet
+    back = link_between(topology, "dgx02", "dgx01")  # a measurement of the other direction is better than a data sheet
     assert back.origin == "measured"
     assert link_between(topology, "dgx01", "dgx03").origin == "catalogued"
     inside = intra_node_link(topology, "dgx01", "gpu0", "gpu1")
@@ -490,16 +490,16 @@ def test_measured_beats_catalogued():
     assert link_between(several, "dgx01", "dgx02").bandwidth_bytes_per_second == 80e9
 
 
-# -- rules of thumb ---------------------------------------------------------------------------------------------------
+# -- heuristics -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("transport", "interface", "text", "rate"),
     [
-        ("tcp", "eno1", "TCP on eno1", None),  # MPI could not use the cards that are described
+        ("tcp", "eno1", "TCP on eno1", None),  # MPI could not use the NICs of the file
         ("tcp", "mlx5_0", "8 x HDR", 200e9),
         ("tcp", None, "8 x HDR", 200e9),  # a file of an older probe
-        ("mpi", "eno1", "8 x HDR", 200e9),  # MPI goes over the RDMA cards beside it
+        ("mpi", "eno1", "8 x HDR", 200e9),  # MPI uses the RDMA NICs
     ],
 )
 def test_a_way_is_not_named_after_cards_that_did_not_carry_it(transport, interface, text, rate):
@@ -561,7 +561,7 @@ def test_writing_keeps_what_a_person_wrote_byte_for_byte(tmp_path):
     write_measured(path, FOUND)
     assert path.read_text().startswith(PERSON + AFTER)
     assert read_topology(path).measured == FOUND
-    # Somebody moves the part up, and adds to it.
+    # A user moves the section up and extends it.
     part = encode_measured(FOUND)
     path.write_text(PERSON + part.replace("  when", "# a remark\n  when") + AFTER)
     again = msgspec.structs.replace(FOUND, when="2027-01-01T00:00:00Z", pairs=())
@@ -671,7 +671,7 @@ def test_any_measurement_written_is_the_one_read(pairs, software):
     part = encode_measured(found)
     assert decode_measured(part) == found
     if all(text.isprintable() for text in [*software, *software.values(), *(p.interface or "" for p in pairs)]):
-        slow = part.replace("measured:  #", "measured: #")  # no longer as it was written: read as YAML
+        slow = part.replace("measured:  #", "measured: #")  # the format differs, so the reader uses YAML
         assert decode_measured(slow) is None
         assert parse_topology("nodes: [{hosts: 'a,b'}]\n" + slow, "t").measured == found
 

@@ -1,4 +1,4 @@
-"""The training library: sharing of samples, checkpoints, one rank alone, and several under mpirun."""
+"""The training library: data sharding, checkpoints, a single rank, and several ranks under mpirun."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 def run_ranks(
     ranks: int, script: Path, *arguments: object, seconds: float = 400, forked: bool = True, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `script` on `ranks` ranks of this host, with nothing but mpirun; `forked` by the fork server."""
+    """Run `script` on `ranks` ranks of this host with mpirun only; `forked` uses the fork server."""
     mpirun = Path(sys.executable).parent / "mpirun"
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-np", str(ranks)]
     command = [mpirun, *options, sys.executable, script, *arguments]
@@ -84,7 +84,7 @@ def run_ranks(
         except subprocess.TimeoutExpired:
             for child in psutil.Process(process.pid).children(recursive=True)[::-1]:
                 if child.name().startswith("python"):
-                    child.send_signal(signal.SIGABRT)  # shows where it hangs
+                    child.send_signal(signal.SIGABRT)  # prints the stacks of a hang
             out, err = process.communicate(timeout=seconds)
             pytest.fail(f"no end after {seconds:g} s\n{out}\n{err}")
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -92,13 +92,13 @@ def run_ranks(
 
 @pytest.fixture(autouse=True)
 def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torch.optim may set this one when it is first used, which the watch for changed variables would report."""
+    """Set the variable, which torch.optim sets at its first use. The check for changed variables would report it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """A job of this process alone, whatever started the tests."""
+    """A job of this process only, for any launcher of the tests."""
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "DISTRIB_STRATEGY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DISTRIB_DEVICE", "cpu")
@@ -110,7 +110,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def sharded(
     loader: DataLoader[Any], rank: int, ranks: int, trains: bool | None = True, **options: Any
 ) -> ShardedLoader:
-    """A loader of a job with no other parts than `options`."""
+    """Return a loader of a job with no components except `options`."""
     seed = options.pop("seed", 5)
     context: dict[str, Any] = {
         "device": torch.device("cpu"), "is_training": lambda: trains, "clock": StepClock(lambda: None),
@@ -127,7 +127,7 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
     return [x for batch in batches for x in batch]
 
 
-# Sharing samples
+# Data sharding
 
 shapes = given(
     samples=st.integers(1, 300), ranks=st.integers(1, 9), batch_size=st.integers(1, 20), shuffle=st.booleans()
@@ -178,7 +178,7 @@ def test_shares_are_even_and_in_order(start, size, ranks):
 
 
 def test_batches_are_those_of_one_process_with_the_whole_batch():
-    """Four ranks of 8 read together what one rank of 32 reads, in the same order, in every epoch."""
+    """Four ranks with batches of 8 together read the batches of one rank with 32, in each epoch."""
     one = sharded(DataLoader(range(440), 32, shuffle=True), 0, 1)
     four = [sharded(DataLoader(range(440), 8, shuffle=True), rank, 4) for rank in range(4)]
     epochs = []
@@ -190,7 +190,7 @@ def test_batches_are_those_of_one_process_with_the_whole_batch():
 
 
 def test_a_sampler_may_promise_more_than_anybody_reads():
-    """As minGPT does, which stops after so many steps: its epoch has 10^10 samples, drawn with replacement."""
+    """A sampler may have 10^10 samples with replacement, as in minGPT, which stops after a number of steps."""
     loaders = []
     for rank in range(2):
         source = RandomSampler(range(1000), replacement=True, num_samples=10**10)
@@ -220,7 +220,7 @@ def test_epochs_go_on_by_themselves_and_can_be_set_and_saved():
 
 
 class Script:
-    """Two loaders of two ranks as one of them reads them, and the steps that both take."""
+    """Two loaders as one of two ranks reads them, and the steps that both ranks take."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -232,7 +232,7 @@ class Script:
         self.loader = self.loaders[0]
 
     def epoch(self, which: int, *between: Callable[[], object]) -> list[list[int]]:
-        """Trains on all of a loader; after each step one of `between`, or nothing, comes to pass on this rank alone."""
+        """Train on all batches of a loader. After each step, call the next function of `between` on this rank only."""
         learnt = []
         for number, batch in enumerate(self.loaders[which]):
             learnt.append(batch.tolist())
@@ -241,7 +241,7 @@ class Script:
         return learnt
 
     def steps_on_first_batches(self, which: int, *between: Callable[[], object]) -> list[list[int]]:
-        """The same, of batches of passes of their own."""
+        """Train on the first batch of each of three passes. After each step, call the next function of `between`."""
         learnt = []
         for number in range(3):
             learnt.append(next(iter(self.loaders[which])).tolist())
@@ -417,7 +417,7 @@ def test_the_epoch_of_any_sampler_can_be_set():
         for told, epoch in ((None, 5), (None, 6), (3, 3), (None, 4)):
             if told is not None:
                 sampler.set_epoch(told)
-            next(iter(own))  # counts, as no steps are known of
+            next(iter(own))  # counts as an epoch: the loader has no step counter
             assert sampler.epoch == epoch
 
 
@@ -478,7 +478,7 @@ def test_of_a_stream_no_batches_of_others_are_kept():
     def stream():
         for _ in range(24):
             alive.add(batch := Batch())
-            assert len(alive) <= 4  # what the script has, this rank's next, the one before this, and this
+            assert len(alive) <= 4  # the script's batch, this rank's next, the one before, and this one
             yield batch
             del batch
 
@@ -495,7 +495,7 @@ def test_the_loader_keeps_its_options():
 
 
 def test_workers_read_the_share():
-    # fork: what other ways start for all processes of a kind stays until this one ends
+    # other start methods leave a helper process behind until this process exits
     loader = sharded(DataLoader(range(40), 5, num_workers=2, shuffle=True, multiprocessing_context="fork"), 1, 2)
     seen = set(flat(read(loader)))
     assert len(seen) == 20 and seen < set(range(40))
@@ -516,7 +516,7 @@ class Pair:
 
 
 class Graph:
-    """Has a way of its own to go to a device; many such forget to say that they are there."""
+    """Object with its own `to` method, which does not return the object."""
 
     def to(self, device):
         self.at = device
@@ -536,7 +536,7 @@ def test_batches_of_classes_of_their_own_are_moved_too():
     pair = there[0]["pair"]
     assert pair.x.is_meta and pair.half.is_meta and pair.words[0] == "a" and pair.words[1].is_meta
     assert there[1].at == meta and there[2] is quantity
-    assert not batch["ids"].is_meta and not batch["pair"].x.is_meta  # the script's own are what they were
+    assert not batch["ids"].is_meta and not batch["pair"].x.is_meta  # the script's own batch is unchanged
 
 
 def test_sums_are_of_all_parts_whatever_the_layout(monkeypatch):
@@ -564,7 +564,7 @@ def test_a_normalization_that_does_more_is_not_replaced():
         convert_batchnorm(nn.ModuleDict({"body": nn.Sequential(Activated(2))}), torch.device("cpu"))
 
 
-# Who and where
+# World and network interfaces
 
 
 def test_worlds(capsys):
@@ -579,7 +579,7 @@ def test_worlds(capsys):
         with pytest.raises(TrainingError):
             find_world({**plan, **wrong})
     assert capsys.readouterr().err == ""
-    for rank in "01":  # of which one says what the others do, too
+    for rank in "01":  # only one rank prints the warning for all
         assert find_world({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": rank}) == alone
         assert find_world({"PMI_SIZE": "2", "PMI_RANK": rank}) == alone
     told = capsys.readouterr().err.splitlines()
@@ -627,8 +627,8 @@ def test_addresses(monkeypatch):
     assert own_address(False) == "2001:db8::1"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)  # what is set in between goes with it
-    choose_interface(False, "localhost")  # by which no other host reaches this one
+        monkeypatch.delenv(name)  # restores the variable after the test
+    choose_interface(False, "localhost")  # a host name that other hosts cannot reach
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0" and "NCCL_SOCKET_IFNAME" not in os.environ
 
 
@@ -640,7 +640,7 @@ def test_importing_loads_neither_torch_nor_mpi():
         _ = distrib.nothing
 
 
-# Alone
+# A single rank
 
 
 def test_alone_everything_is_trivial(job, capsys):
@@ -700,7 +700,7 @@ def test_checkpoints_come_back(job, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_values_come_back_to_where_they_were(job, tmp_path, monkeypatch):
-    """The state of random numbers must be on the CPU, an average of the weights beside them."""
+    """The state of random generators must be on the CPU, and so must an average of the weights."""
     average, state = torch.ones(3), torch.get_rng_state()
     tag = torch.serialization.location_tag
     on_gpu = average.untyped_storage().data_ptr()
@@ -740,7 +740,7 @@ def test_checkpoints_that_are_none(job, tmp_path, capfd):
 
 
 def test_checkpoints_hold_python_numbers(job, tmp_path):
-    """A schedule in numpy leaves numbers of its own in the optimizer, which torch.load would refuse."""
+    """A numpy schedule leaves numpy numbers in the optimizer, which torch.load would refuse."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["lr"] = 0.05 * (1 + np.cos(np.float64(1.0)))
@@ -786,11 +786,11 @@ def test_status_lines(monkeypatch):
         lines = [json.loads(line) for line in os.read(reading, 65536).splitlines()]
         assert lines[0] == {"step": 1} and len(lines) < 10
         assert lines[-1] == {"metrics": {"loss": 0.5, "accuracy": "nan", "epochs": [1, 2]}, "main": True}
-        if {"step": 50} not in lines:  # the last step is said in the end, as the rank may stand still now
+        if {"step": 50} not in lines:  # the last step is reported at close, as the rank may hang now
             assert select.select([reading], [], [], 10)[0]
             assert [json.loads(line) for line in os.read(reading, 65536).splitlines()] == [{"step": 50}]
         for _ in range(2000):
-            job.log(text="x" * 4000)  # full: lines are lost, nothing waits
+            job.log(text="x" * 4000)  # queue full: drops lines instead of blocking
         os.close(reading)
         job.log(loss=1)
         os.close(writing)
@@ -801,7 +801,7 @@ def test_status_lines(monkeypatch):
 
 
 def test_gradient_truth(tmp_path):
-    """After 20 steps on 4 ranks the parameters are those of one process, with torch alone, on the same batches."""
+    """After 20 steps, 4 ranks have the parameters of one process that trains with plain torch on the same batches."""
     from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
     from tests.scripts.truth import make_data, make_model
@@ -837,7 +837,7 @@ def test_ranks_agree(lessons, variables, tmp_path):
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python's own fork is safe since 3.12")
 def test_threads_come_to_rest_before_a_rank_forks():
-    """As the workers of its loader; else such a process may wait for ever for a lock of Python's (CPython issue 112275)."""
+    """A forked process, such as a loader worker, may otherwise wait forever for a lock (CPython issue 112275)."""
     result = run_ranks(2, SCRIPTS / "lessons.py", "forks")
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -878,7 +878,7 @@ def test_a_refusal_at_the_end_of_a_script_is_a_failure(tmp_path):
         "print('done')\n"
     )
     result = run_ranks(2, script, DISTRIB_STRATEGY='{"mode": "local"}')
-    assert result.returncode == 0, result.stderr  # nothing has learnt
+    assert result.returncode == 0, result.stderr  # no parameter was updated
     result = run_ranks(2, script, "learn", DISTRIB_STRATEGY='{"mode": "local"}')
     assert result.returncode == 1 and "done" in result.stdout, result.stderr
     assert "distrib: rank 0: bias has learnt, but no prepared optimizer has it" in result.stderr
@@ -898,7 +898,7 @@ def test_a_rank_that_cannot_end_its_last_round_has_failed(tmp_path):
 
 @pytest.mark.parametrize("does", ["handles", "asks"])
 def test_what_a_script_does_after_its_job(tmp_path, does):
-    """It may handle an error of the job's block, and take its time, or go on with the MPI that it has started itself."""
+    """It may handle an error of the job's block for a long time, or continue with the MPI that it initialized."""
     script = tmp_path / "goes_on.py"
     script.write_text(
         "import sys, time\n"
@@ -1003,7 +1003,7 @@ def test_weights_that_one_rank_alone_has_loaded_are_refused(tmp_path):
 
 
 def test_ranks_whose_samples_or_orders_differ(tmp_path):
-    """The script asserts what is read once; here is what rank 0 reports."""
+    """The script asserts that each sample is read once; the test asserts the messages of rank 0."""
     result = run_ranks(2, SCRIPTS / "samples.py")
     assert result.returncode == 0, result.stderr
     (sampler,) = [line for line in result.stderr.splitlines() if line.startswith("distrib: warning")]
@@ -1064,7 +1064,7 @@ print("alike")
 
 
 def test_a_model_trained_by_one_output_at_a_time(tmp_path):
-    """As in an InfoGAN, whose models have parameters of the same names in one optimizer."""
+    """Two models with equal parameter names share one optimizer, as in an InfoGAN."""
     script = tmp_path / "heads.py"
     script.write_text(TWO_HEADS)
     result = run_ranks(2, script)
@@ -1139,7 +1139,7 @@ print("stepped", flush=True)
 
 
 def test_the_first_step_is_refused_for_a_reason_only(tmp_path):
-    """What DistributedDataParallel was told to ignore, and embeddings that write as they read, are of each rank's own."""
+    """Parameters that DistributedDataParallel ignores, and embeddings that change in forward, belong to each rank."""
     script = tmp_path / "first.py"
     script.write_text(FIRST_STEP)
     result = run_ranks(2, script, "own")
@@ -1193,7 +1193,7 @@ WITHOUT_WITH = {"LESSON_WITHOUT_WITH": "1"}
 @pytest.mark.parametrize(
     ("variables", "how", "code"),
     [
-        *(({}, "raise", 1), ({}, "exit", 7)),  # where there is a `with`, it sees a SystemExit, whoever raises it
+        *(({}, "raise", 1), ({}, "exit", 7)),  # the `with` statement sees a SystemExit of either origin
         *((WITHOUT_WITH, how, code) for how, code in (("raise", 1), ("exit", 7))),
     ],
 )
@@ -1206,7 +1206,7 @@ def test_a_rank_that_fails_leaves_at_once(variables, how, code):
 
 
 def test_a_launcher_that_does_not_tell_the_place_on_the_host(tmp_path):
-    """As srun by itself: the ranks of a host find out who of them takes which GPU, and how many they are."""
+    """The ranks of a host determine local rank and local size themselves, such as under plain srun."""
     script = tmp_path / "places.py"
     script.write_text(
         "import os, sys\nfor name in [n for n in os.environ if 'LOCAL' in n and not sys.argv[1:]]:\n    del os.environ[name]\n"
@@ -1260,7 +1260,7 @@ def test_a_scaler_that_leaves_out_all_steps_is_told_of(job, capfd):
 
 
 def test_an_optimizer_whose_numbers_are_elsewhere_is_known():
-    """As where it was prepared before its model moved; counts of steps lie where they like."""
+    """The optimizer may have been prepared before its model moved. Step counts may be on any device."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     assert not has_misplaced_state(optimizer)

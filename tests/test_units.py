@@ -1,4 +1,4 @@
-"""Units as people write them, good and bad; and that what is written is read as the same."""
+"""Units in text, valid and invalid; formatted text parses to the same value."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_rate_written_is_the_rate_read(rate, bits):
 def test_a_size_written_is_the_size_read(size, binary):
     text = units.format_size(size, binary=binary)
     number, unit = text.split()
-    # Binary units of odd sizes need more decimals than a person would write; they are exact all the same.
+    # Binary units of odd sizes need more decimals than usual; the text is still exact.
     assert Fraction(number) * units.SIZES[unit] == size
     if len(number) < 30:
         assert units.parse_size(text) == size

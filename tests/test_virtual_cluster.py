@@ -1,4 +1,4 @@
-"""The virtual cluster itself: hosts that differ, links with the promised rate, weather, and no trace afterwards."""
+"""The virtual cluster: different hosts, link rates, delay and loss, and cleanup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 
 
 def traces() -> set[str]:
-    """What clusters of this process, and the one of the command line's test, have left on the machine."""
+    """Return leftovers on the machine of clusters of this process and of the command line test."""
     folders = [Path("/run/netns"), Path("/etc/netns"), Path("/run/distrib-cluster")]
     names = {str(entry) for folder in folders if folder.exists() for entry in folder.iterdir()}
     return {name for name in names if Path(name).name.startswith((OWN_NAMES, "clitest"))}
@@ -41,7 +41,7 @@ def test_hosts_have_names_addresses_and_memory_of_their_own(make_cluster):
 def test_a_link_has_the_rate_it_was_given(make_cluster):
     cluster = make_cluster(2, rate="200mbit")
     rates = []
-    for _ in range(4):  # a standstill of this machine makes a rate lower, nothing makes it higher
+    for _ in range(4):  # load on this machine can only lower a rate
         server = cluster.popen("n2", ["iperf3", "-s", "-1"])
         while "5201" not in cluster.run("n2", ["ss", "-ltn"]).stdout:
             assert server.poll() is None
@@ -67,7 +67,7 @@ def test_weather(make_cluster):
         return cluster.run("n1", ["ssh", "-o", f"ConnectTimeout={seconds}", "n2", "true"]).returncode
 
     assert reach(seconds=1) == 255
-    time.sleep(1.5)  # by now n1 has given up asking who has that address
+    time.sleep(1.5)  # n1 has now given up resolving the address
     cluster.restore("n2")
     assert reach(seconds=10) == 0
     cluster.lose("n2")

@@ -1,4 +1,4 @@
-"""What is said of a running job: measured against predicted, links by what the kernel counts, the report."""
+"""Messages about a running job: measured against predicted performance, link rates of the kernel, the report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan(tmp_path):
 
 
 def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
-    """One look at every rank; returns what was said, and what is kept."""
+    """Add one report of every rank. Return the messages and the measurements."""
     said: list[str] = []
     watch = PerformanceMonitor(plan, said.append, {f"10.0.0.{n}": f"n{n}" for n in range(1, 6)}.get)
     links = links or {}
@@ -85,7 +85,7 @@ def test_the_wire_that_holds_a_job_is_named(plan):
 
 
 def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
-    """As where many ranks share few processors, and a step sends a few bytes."""
+    """Many ranks may share few CPUs, and a step may send only a few bytes."""
     said, seen = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 1.1e7))
     assert seen.network_seconds == pytest.approx(0.01)
     assert said[0].startswith("ranks wait for each other: 30% scaling efficiency (predicted 90%); step 300 ms, ")
@@ -120,7 +120,7 @@ def test_a_host_all_of_whose_links_are_slow_is_named(plan):
     links = {("n1", "n2"): 1e9, ("n2", "n1"): 1e9, ("n1", "n3"): 0.1e9, ("n3", "n2"): 0.12e9, ("n2", "n4"): 1e9}
     said, _ = hear(plan, step=0.3, links=links)
     assert "the links of n3 (n1-n3, n3-n2) carry 100 MB/s" in said[1]
-    others = {("n1", "n4"): 1e9, ("n1", "n5"): 1e9, ("n2", "n1"): 0.6e9}  # the last a little slow, as on a busy host
+    others = {("n1", "n4"): 1e9, ("n1", "n5"): 1e9, ("n2", "n1"): 0.6e9}  # the last is a little slow, as on a busy host
     said, _ = hear(plan, step=0.3, links={**links, **others})
     assert "the links of n3 (n1-n3, n3-n2) carry 100 MB/s" in said[1]
 
@@ -134,7 +134,7 @@ def test_a_rank_that_computes_slowly_is_named(plan):
 
 
 def test_the_wire_is_not_blamed_for_what_data_costs(plan):
-    """80 of 110 ms that are lost are a loader's: the wire's part is told where the step is longer than predicted."""
+    """The loader takes 80 of 110 ms lost. The network is blamed only if it accounts for the difference."""
     assert not [line for line in hear(plan, step=0.2, compute=0.17, links=RING)[0] if line.startswith("network-bound")]
     assert [line for line in hear(plan, step=0.2, compute=0.12, links=RING)[0] if line.startswith("network-bound")]
 
@@ -220,7 +220,7 @@ def test_what_may_go_by_rdma_is_not_counted(monkeypatch, device, cards, disabled
 
 
 class Page(HTMLParser):
-    """The words of a page, and that its tags match."""
+    """Parser that collects the text of a page and checks that its tags match."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,8 +270,8 @@ def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
 
 
 def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatch, tmp_path):
-    """As in modes local and async, where it waits for an exchange, or for parameters, and not between backward and optimizer."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which the first optimizer sets
+    """In modes local and async, a rank waits for an exchange or for parameters, not between backward and optimizer."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the first optimizer would set it
     told: list[dict[str, float]] = []
     waits = [0.0]
     meter = Meter(torch.device("cpu"), told.append, lambda: sum(waits))
@@ -293,7 +293,7 @@ def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatc
 
 
 def test_steps_in_which_ways_are_tried_are_not_measured(monkeypatch, tmp_path):
-    """Else the job would be told that it is slower than predicted, by steps that took what was tried."""
+    """Autotuning steps are slower, and would cause a warning that the job is slower than predicted."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     told: list[dict[str, float]] = []
     tried, steps = WARMUP_STEPS + 10, 0

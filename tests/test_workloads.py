@@ -1,4 +1,4 @@
-"""Workloads to plan with: the catalogue's arithmetic and figures, and profiles in files."""
+"""Workloads for planning: arithmetic and figures of the catalogue, and profiles in files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distrib.errors import ConfigError
 @pytest.mark.parametrize(
     ("name", "parameters", "tensors"),
     [
-        # As published: torchvision's model pages, and the models that Hugging Face hosts under these names.
+        # Published by torchvision's model pages and by Hugging Face under these names.
         ("ResNet-50", 25_557_032, 161),
         ("ResNet-101", 44_549_160, 314),
         ("VGG-16", 138_357_544, 32),
@@ -51,7 +51,7 @@ def test_networks_have_the_parameters_that_were_published(name, parameters, tens
 def test_forward_passes_do_the_work_that_was_published(name, products):
     assert network_arithmetic(name).forward_products == pytest.approx(
         products, rel=0.002
-    )  # torchvision's GFLOPS, which are products
+    )  # torchvision counts multiplications as GFLOPS
 
 
 def test_gradients_are_ready_from_the_last_layer_to_the_first():
@@ -70,16 +70,16 @@ def test_gradients_are_ready_from_the_last_layer_to_the_first():
     "speed", workload_catalog.published_speeds(), ids=lambda speed: f"{speed.network} {speed.gpu} {speed.precision}"
 )
 def test_no_published_speed_is_more_than_the_gpu_can_do(speed):
-    """Nobody gets near the peak; who seems to has measured smaller samples, or shorter sequences, than the network's."""
+    """No network comes near the peak. A higher result indicates smaller samples or shorter sequences."""
     operations = 3 * 2 * network_arithmetic(speed.network).forward_products * speed.samples_per_second
-    if speed.network == "VGG-16":  # Winograd's convolutions of 3 x 3 take 2.25 times fewer products
+    if speed.network == "VGG-16":  # Winograd's 3 x 3 convolutions need 2.25 times fewer multiplications
         operations /= 2.25
     assert operations < 0.85 * workload_catalog._peak(speed.gpu, speed.precision)
 
 
 def test_a_published_speed_is_what_comes_out():
     for speed in workload_catalog.published_speeds():
-        if speed.gpu == "RTX-3090":  # no GPU of the catalogue
+        if speed.gpu == "RTX-3090":  # not in the catalogue
             continue
         found = catalog_workload(speed.network, speed.gpu, speed.batch, precision=speed.precision)
         passes_seconds = found.forward_seconds + found.backward_seconds
@@ -109,7 +109,7 @@ def test_every_network_on_every_gpu():
 
 
 def test_memory_of_a_step():
-    # Measured figures that people quote: ResNet-50 with 32-bit floats takes about 100 MB an image, BERT-large 16 bytes a
+    # Published measurements: ResNet-50 in fp32 takes about 100 MB per image, BERT-large 16 bytes per
     # parameter and more before the first sample.
     small, large = (
         catalog_workload("ResNet-50", "V100", 64, precision="fp32"),
@@ -220,7 +220,7 @@ def test_no_file_and_no_json_are_told(tmp_path):
         (0.25, 1.0),
         (0.1, 1.0),
         (0.625, 2.5),
-    ],  # all four always busy; one of them; it waits; half in parallel
+    ],  # all four always busy; one busy; mostly waiting; half parallel
 )
 def test_a_rank_with_fewer_processors_than_were_profiled(share, times_as_long):
     before = profile(device="cpu", processors=4, processor_share=share)

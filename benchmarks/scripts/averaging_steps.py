@@ -2,9 +2,11 @@
 
     averaging_steps.py WORKLOAD --contenders ddp,ddp:4,ours,... --turns N --steps N [--backward SECONDS]
 
-WORKLOAD: `tensors` (40 MiB in 10 tensors) and `resnet50` (its own 161 gradients) emulate an accelerator: backward sleeps
-as long as one would compute, and no more. `cnn` is a real CNN on the CPU (10 MB of gradients), `digits` that of the examples (0.4 MB).
-A contender is `ddp`, `ddp:MIB` (DDP with that bucket), `ours`, `ours:FORMAT`, `flat` (ours without the hierarchy) or `horovod`, which must be alone.
+WORKLOAD: `tensors` (40 MiB in 10 tensors) and `resnet50` (its 161 gradients) emulate an accelerator: backward only
+sleeps. `cnn` is a real CNN on the CPU (10 MB of gradients), `digits` that of the examples (0.4 MB).
+
+A contender is `ddp`, `ddp:MIB` (DDP with that bucket), `ours`, `ours:FORMAT`, `flat` (ours without the hierarchy) or
+`horovod`, which must be the only one.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from distrib.strategy import Strategy, parse_gradients
 from distrib.training.strategies.ddp import wrap_model
 
 WARM_STEPS = 5
-"""DDP forms its buckets anew after the first step, Horovod knows its tensors by then."""
+"""Warm-up steps. DDP rebuilds its buckets after the first step; Horovod knows its tensors by then."""
 CUTTING_STEPS = 31
-"""By which distrib has found out how to cut the gradients."""
+"""Steps after which distrib has chosen its bucket boundaries."""
 
 
 class Layer(torch.autograd.Function):
-    """A layer of which the gradient is there `seconds` after backward began, as an accelerator would have it."""
+    """A layer whose gradient is ready `seconds` after backward began, as on an accelerator."""
 
     begun = 0.0
 
@@ -51,7 +53,7 @@ class Layer(torch.autograd.Function):
 
 
 class Begin(torch.autograd.Function):
-    """Where backward begins."""
+    """Marks the start of backward."""
 
     @staticmethod
     def forward(context, x):  # type: ignore[no-untyped-def]
@@ -64,7 +66,7 @@ class Begin(torch.autograd.Function):
 
 
 class Emulated(nn.Module):
-    """Parameters of these shapes in forward order, whose layers take so many seconds in backward."""
+    """Parameters of these shapes in forward order, whose layers take these seconds in backward."""
 
     def __init__(self, shapes: list[tuple[int, ...]], seconds: list[float]) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ def tensors(backward_seconds: float) -> Emulated:
 
 
 def resnet50(backward_seconds: float) -> Emulated:
-    """The gradients of ResNet-50 (He et al. 2015) for 224 x 224 images; a convolution's time is in proportion to its work."""
+    """Return ResNet-50's gradients (He et al. 2015) for 224 x 224 images; convolution time is proportional to work."""
     shapes: list[tuple[int, ...]] = []
     work: list[float] = []
 
@@ -96,7 +98,7 @@ def resnet50(backward_seconds: float) -> Emulated:
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
         for block in range(blocks):
             size = 56 >> stage
-            wide = size * 2 if block == 0 and stage else size  # the stride is in the 3 x 3
+            wide = size * 2 if block == 0 and stage else size  # the stride is in the 3 x 3 convolution
             convolution(inputs, width, 1, wide)
             convolution(width, width, 3, size)
             convolution(width, 4 * width, 1, size)
@@ -137,11 +139,11 @@ WORKLOADS: dict[str, Callable[[float], nn.Module]] = {
     "digits": digits,
 }
 SAMPLES = {"cnn": (8, 3, 32, 32), "digits": (16, 1, 28, 28)}
-"""A batch of those that compute in earnest."""
+"""Batch shapes of the workloads that compute."""
 
 
 def step_of(contender: str, model: nn.Module, job: distrib.Job, samples: tuple[int, ...] | None) -> Callable[[], None]:
-    """One forward and backward, until every gradient is averaged."""
+    """Return a function for one forward and backward, until every gradient is averaged."""
     torch.manual_seed(job.rank)
     x = torch.randn(samples) if samples else torch.zeros(1, requires_grad=True)
     kind, _, detail = contender.partition(":")
@@ -196,14 +198,14 @@ def main() -> None:
         for _ in range(options.turns):
             for name, step in steps.items():
                 ends, before = [], time.process_time()
-                for _ in range(options.steps + 1):  # the first one of a turn brings the ranks into step
+                for _ in range(options.steps + 1):  # the first step of a turn synchronizes the ranks
                     step()
                     ends.append(time.perf_counter())
                 used[name] += (time.process_time() - before) / (options.steps + 1) / options.turns
                 taken = torch.tensor([b - a for a, b in itertools.pairwise(ends)])
                 dist.all_reduce(taken)
                 seconds[name] += (taken / job.world_size).tolist()
-        if "horovod" in names:  # whose thread may fall over MPI's end
+        if "horovod" in names:  # its thread may crash in MPI_Finalize
             import horovod.torch as hvd
 
             hvd.shutdown()

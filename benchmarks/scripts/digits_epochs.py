@@ -1,9 +1,9 @@
-"""Trains the examples' CNN on the digits and says, as a line of JSON, how it stands after each epoch.
+"""Train the examples' CNN on the digits and print a JSON line with the results of each epoch.
 
     digits_epochs.py [--plain] [--epochs N] [--lr LR] [--seed S]
 
-Seconds and bytes are those of training alone, of this rank: evaluation is left out. `--plain` is torch's
-DistributedDataParallel as it comes, with nothing of distrib but the process group and the loader.
+Seconds and bytes are those of this rank's training, without evaluation. `--plain` uses torch's
+DistributedDataParallel with its defaults, and of distrib only the process group and the loader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import distrib
 
 
 def sent_bytes() -> int:
-    """What this host's network card has sent."""
+    """Return the bytes that this host's NIC has sent."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0":

@@ -1,9 +1,9 @@
-"""Trains the examples' CNN on the digits for a time, and says as a line of JSON when each step ended and what its loss was.
+"""Train the examples' CNN on the digits for a time, and print a JSON line with end time and loss of each step.
 
     digits_loss.py --seconds N [--lockstep] [--pause SECONDS] [--slow RANK FACTOR] [--seed S]
 
-Every step pauses as long as an accelerator would compute; that of rank RANK takes FACTOR times as long. Times are those of
-the machine's clock, which the virtual hosts share. Nobody waits for anybody but as the mode has it.
+Every step pauses for the compute time of an accelerator; rank RANK pauses FACTOR times as long. Times are those of
+the machine's clock, which the virtual hosts share. Ranks wait for each other only as their mode requires.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Print the time at which the first all-reduce of this job was done, seen by rank 0.
 
-`first_all_reduce.py mpi|env|distrib`: how the ranks find each other: mpi4py, the environment, or `distrib.init()`.
+`first_all_reduce.py mpi|env|distrib` selects the rendezvous: mpi4py, the environment, or `distrib.init()`.
 """
 
 import os
@@ -19,7 +19,7 @@ def through_distrib() -> None:
 
 
 def meet_by_mpi() -> None:
-    """Set torch's rendezvous variables from what MPI knows."""
+    """Set torch's rendezvous variables from MPI."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -1,7 +1,7 @@
-"""Steps of asynchronous training that compute nothing: `push_pull.py MEGABYTES TENSORS SECONDS`.
+"""Take steps of asynchronous training without computation: `push_pull.py MEGABYTES TENSORS SECONDS`.
 
-The gradients are there already and the forward pass only waits for its parameters, so what is left of a step is its way over
-the wire. Every rank prints the seconds of a step and the processor time of its process.
+Gradients are ready at once and forward only waits for parameters, so that a step consists of network time. Every rank
+prints the seconds of a step and the CPU time of its process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import distrib
 
 
 class Nothing(nn.Module):
-    """Parameters of `megabytes` in `tensors` tensors, and a forward pass that only wants them."""
+    """Parameters of `megabytes` in `tensors` tensors, with a forward that only waits for them."""
 
     def __init__(self, megabytes: float, tensors: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Nothing(nn.Module):
             self.register_parameter(f"tensor{number}", nn.Parameter(torch.zeros(size)))
 
     def forward(self) -> None:
-        """Its parameters were waited for before it was called."""
+        """Do nothing: the parameters have arrived before this call."""
 
 
 def main() -> None:

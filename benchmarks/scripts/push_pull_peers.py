@@ -1,7 +1,8 @@
-"""The steps of `push_pull.py` on plain MPI messages or on torch.distributed.rpc: `push_pull_peers.py mpi|rpc WORKERS SERVERS MEGABYTES SECONDS`.
+"""Time the steps of `push_pull.py` on MPI or RPC: `push_pull_peers.py mpi|rpc WORKERS SERVERS MEGABYTES SECONDS`.
 
-The first WORKERS ranks are workers and the SERVERS after them servers; with SERVERS 0 every rank is both. The same chunks travel,
-all at once, and a server adds a gradient to its values before it sends them back.
+`mpi` is plain MPI messages, `rpc` torch.distributed.rpc. The first WORKERS ranks are workers, the next SERVERS ranks
+servers. With SERVERS 0 every rank is both. Workers send the same chunks as distrib, all at once. A server adds each
+gradient to its values and returns them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RATE = 1e-3
 
 
 def measure(step: Any, done: Any, seconds: float) -> None:
-    """Take steps for `seconds` and print how long one took; `done(flag)` is agreed on by all workers."""
+    """Take steps for `seconds` and print the time of a step; all workers agree on `done(flag)`."""
     steps, times = 0, []
     while True:
         now = time.perf_counter()
@@ -90,7 +91,7 @@ def by_rpc(workers: int, servers: int, sizes: list[list[int]], seconds: float) -
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     os.environ.setdefault("TP_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    # All virtual hosts are one machine, which TensorPipe would notice, and leave out the network.
+    # All virtual hosts are one machine. TensorPipe would detect that and bypass the network.
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"tcp://{os.environ['MASTER_ADDR']}:{_port(store, rank)}",
         _transports=["uv"],
@@ -121,7 +122,7 @@ def by_rpc(workers: int, servers: int, sizes: list[list[int]], seconds: float) -
 
 
 def _port(store: Any, rank: int) -> str:
-    """A free port of rank 0's, told to all."""
+    """Broadcast a free port of rank 0."""
     import socket
 
     if rank == 0:

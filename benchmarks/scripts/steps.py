@@ -1,8 +1,8 @@
-"""Steps of emulated or real training, timed, as benchmarks/prediction.py orders them: `steps.py FOLDER`.
+"""Time steps of emulated or real training, as ordered by benchmarks/prediction.py: `steps.py FOLDER`.
 
-Waits for `order-0.json`, `order-1.json`, ... in FOLDER, carries out the cases in each and answers in `answer-N.json`, until an
-order is empty. An emulated case sleeps where a GPU would compute and hands out gradients of the sizes asked for; a real one
-multiplies matrices on the CPU. Alone it measures the profile of each case, with other ranks the time of its steps.
+The script waits for `order-0.json`, `order-1.json`, ... in FOLDER, runs the cases of each and writes `answer-N.json`.
+An empty order ends it. An emulated case sleeps for the time of a GPU and returns gradients of the given sizes. A real
+case multiplies matrices on the CPU. A single rank measures the profile of each case, several ranks its step times.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import distrib
 from distrib.training.profiler import Profiler, ProfileRequest
 
 WARM_STEPS = 2
-"""Before what is settled is timed once more."""
+"""Warm-up steps of a case that is timed again."""
 
 PROFILE_WARMUP_STEPS, PROFILE_STEPS = 2, 10
 
 
 class _Sleep(torch.autograd.Function):
-    """Forward and backward take their time; after backward there is a gradient."""
+    """Sleeps in forward and backward; backward returns a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, layer: _Layer) -> torch.Tensor:
@@ -39,7 +39,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upper: torch.Tensor) -> Any:
         time.sleep(ctx.layer.backward_seconds)
-        # A new tensor over old memory: autograd takes it as it is, and nothing is computed, as on a CPU beside a GPU.
+        # A new tensor over old memory: autograd accepts it without a copy, as for a CPU beside a GPU.
         return upper, ctx.layer.kept.detach(), None
 
 
@@ -56,17 +56,17 @@ class _Layer(nn.Module):
 
 
 class _Idle(torch.optim.Optimizer):
-    """Computes nothing, as a CPU does beside a GPU."""
+    """An optimizer without computation, as on a CPU beside a GPU."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.0})
 
     def step(self, closure: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def build(case: dict[str, Any], *, alone: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """`alone`: against no parameter servers, which want an optimizer that they can carry out."""
+    """Build a case. `alone`: without parameter servers, which need an optimizer that they support."""
     torch.manual_seed(0)
     elements, count = case["elements"], len(case["elements"])
     model: nn.Module
@@ -90,7 +90,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 
 
 def profile(case: dict[str, Any]) -> dict[str, Any]:
-    """The workload of a case, by the profiler of `distrib-launch --profile`."""
+    """Measure the workload of a case with the profiler of `distrib-launch --profile`."""
     model, optimizer, x = build(case, alone=True)
     found: list[dict[str, Any]] = []
     profiler = Profiler(
@@ -106,14 +106,14 @@ def profile(case: dict[str, Any]) -> dict[str, Any]:
 
 
 class Timed:
-    """The cases of this job: prepared when they are asked for the first time, and kept."""
+    """Cache of this job's cases, prepared at the first request."""
 
     def __init__(self, job: distrib.Job) -> None:
         self._job = job
         self._kept: dict[str, tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]] = {}
 
     def steps(self, case: dict[str, Any]) -> list[float]:
-        """Seconds of each step; those before it is settled are left out."""
+        """Return the seconds of each step after warm-up."""
         settling = case["settling"] if case["kind"] == "async" else WARM_STEPS
         if case["name"] not in self._kept:
             model, optimizer, x = build(case, alone=False)
@@ -130,7 +130,7 @@ class Timed:
 
 
 def of_all(job: distrib.Job, own: dict[str, list[float]], answer: Path) -> dict[str, list[float]]:
-    """Of each step what it took per step of a rank, all ranks together: with servers each goes at its own pace."""
+    """Return the mean time per step over all ranks: with servers, each rank has its own pace."""
     answer.with_suffix(f".{job.rank}").write_text(json.dumps(own))
     job.barrier()
     ranks = [json.loads(answer.with_suffix(f".{rank}").read_text()) for rank in range(job.world_size)]
@@ -141,7 +141,7 @@ def of_all(job: distrib.Job, own: dict[str, list[float]], answer: Path) -> dict[
 
 
 def orders(folder: Path) -> Any:
-    """The cases of each order, once it is there, and where the answer goes; every rank reads them."""
+    """Yield the cases of each order and the path for their results, on every rank."""
     number = 0
     while True:
         order = folder / f"order-{number}.json"

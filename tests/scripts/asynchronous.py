@@ -1,4 +1,4 @@
-"""What asynchronous ranks do, each a lesson: `asynchronous.py NAME [ARGS]`. An assertion that fails, fails the rank."""
+"""Run one lesson of asynchronous ranks: `asynchronous.py NAME [ARGS]`. A failed assertion fails the rank."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def samples(count: int = 400) -> TensorDataset:
 
 
 def fifty(job: distrib.Job, name: str, path: str) -> None:
-    """50 steps with a schedule, two groups of parameters and weight decay; the parameters are saved."""
-    torch.manual_seed(1 + job.rank)  # rank 0's parameters must count
+    """Train 50 steps with a schedule, two parameter groups and weight decay, and save the parameters."""
+    torch.manual_seed(1 + job.rank)  # rank 0's parameters must win
     model = network()
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]] = [
@@ -61,7 +61,7 @@ def fifty(job: distrib.Job, name: str, path: str) -> None:
 
 
 class Counter(nn.Module):
-    """Parameters of which each worker counts its own elements, in every chunk: what the servers hold is how often."""
+    """Parameters in which each worker increments its own elements of every chunk: the servers hold the counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,15 +72,15 @@ class Counter(nn.Module):
 
 
 def acknowledged(folder: str) -> dict[int, int]:
-    """How many steps of each worker, in all its lives, are noted as acknowledged."""
+    """Return for each worker the number of acknowledged steps, over all its incarnations."""
     return {int(path.suffix[1:]): int(path.read_text()) for path in Path(folder).glob("acknowledged.*")}
 
 
 def counting(job: distrib.Job, folder: str, steps: str, seconds: str, until: str = "") -> None:
-    """`steps` steps of `seconds` each, every one of them noted when it is acknowledged; then what the servers hold.
+    """Take `steps` steps of `seconds` each, record each acknowledged step, then save the servers' values.
 
-    There are more steps until the folder has a file `until`. A worker that was started again counts on from what its
-    life before has noted, until it is told to end.
+    Steps continue until the folder has a file `until`. A restarted worker continues its predecessor's count until the
+    file exists.
     """
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -100,20 +100,20 @@ def counting(job: distrib.Job, folder: str, steps: str, seconds: str, until: str
         model()
         partial = Path(folder, f"partial.{job.rank}")
         partial.write_text(str(before + step))
-        partial.replace(notes)  # whole at every moment: this process may be killed in between
+        partial.replace(notes)  # atomic: this process may be killed in between
         time.sleep(float(seconds))
     job.all_reduce(0.0)
     noted = [acknowledged(folder)]
     state = model.state_dict()
     noted.append(acknowledged(folder))
-    Path(folder, f"noted.{job.rank}").write_text(json.dumps(noted))  # before and after the moment of what is held
+    Path(folder, f"noted.{job.rank}").write_text(json.dumps(noted))  # counts before and after the values were read
     torch.save(state, Path(folder, f"held.{job.rank}.pt"))
     refused = sum(buffer.rejected for table in job._strategy.tables for buffer in table.buffers)  # type: ignore[attr-defined]
     Path(folder, f"done.{job.rank}").write_text(str(refused))
 
 
 def telling(job: distrib.Job, folder: str, until: str) -> None:
-    """Prints, saves and logs in each step who does it, until the folder has a file `until`."""
+    """Print, save and log the rank's name in each step, until the folder has a file `until`."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = job.prepare(model, optimizer)
@@ -130,13 +130,13 @@ def telling(job: distrib.Job, folder: str, until: str) -> None:
 
 
 def failing(job: distrib.Job) -> None:
-    """All workers have the same bug."""
+    """All workers raise the same error."""
     job.all_reduce(0.0)
     raise ValueError("a bug")
 
 
 def left_out(job: distrib.Job) -> None:
-    """Steps that are not what the backward pass before them was: scaled, left out, accumulated. All ranks have the same gradients."""
+    """Scale, skip and accumulate steps between backward and step. All ranks have the same gradients."""
 
     def prepared(**options: Any) -> tuple[Any, Any]:
         model = nn.Linear(1, 1, bias=False)
@@ -177,7 +177,7 @@ def left_out(job: distrib.Job) -> None:
         optimizer.zero_grad()
         model(bad if step == 3 and job.rank == 0 else one).sum().backward()
         optimizer.step()
-    steps = 6 if job.world_size > 1 else 5  # the others' gradients count
+    steps = 6 if job.world_size > 1 else 5  # the gradients of other ranks count
     assert weight(model) == -steps, weight(model)
 
     model, optimizer = prepared()
@@ -190,7 +190,7 @@ def left_out(job: distrib.Job) -> None:
 
 
 def one_leaves_at_once(job: distrib.Job, how: str) -> None:
-    """Some steps of all ranks but rank 0, which never comes to be one."""
+    """Let rank 0 leave at once, while all other ranks take some steps."""
     model = nn.Linear(4, 4)
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     for _ in range(20):
@@ -200,9 +200,9 @@ def one_leaves_at_once(job: distrib.Job, how: str) -> None:
 
 
 def elsewhere(job: distrib.Job) -> None:
-    """The last rank waits for a sum while the others train; meanwhile the one before it, which speaks for their host, dies.
+    """Let the last rank wait in an all-reduce while the others train, and kill their host leader meanwhile.
 
-    Prints how many updates the servers have applied.
+    Print the number of updates that the servers applied.
     """
     if "DISTRIB_RESTARTED" in os.environ:
         return
@@ -219,7 +219,7 @@ def elsewhere(job: distrib.Job) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         (model(torch.ones(8, 64)).square().mean() - updates.sum()).backward()
-        time.sleep(0.03)  # in which the server answers what was sent during the backward pass
+        time.sleep(0.03)  # the server replies to the pushes of backward meanwhile
         optimizer.step()
     print(f"rank {job.rank} took all steps")
     job.all_reduce(0.0)
@@ -227,7 +227,7 @@ def elsewhere(job: distrib.Job) -> None:
 
 
 def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:
-    """Steps that compute by sleeping, the last rank's `slow` times as long; prints when each step began."""
+    """Compute by sleeping, on the last rank `slow` times as long; print the start of each step."""
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     model, optimizer = job.prepare(model, optimizer)

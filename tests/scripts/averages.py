@@ -1,6 +1,6 @@
-"""Trains a model with plain DDP and with ours, on hosts that are there or pretended: `averages.py LESSON[,LESSON] [HOSTS ...]`.
+"""Train a model with DDP and with distrib on real or simulated hosts: `averages.py LESSON[,LESSON] [HOSTS ...]`.
 
-HOSTS is such as `0,0,1`: ranks 0 and 1 on one host, rank 2 on another; without any, hosts are found out.
+HOSTS is such as `0,0,1`: ranks 0 and 1 on one host, rank 2 on another. By default, the ranks detect their hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 50
 
 
 class Sharper(nn.Module):
-    """A parameter without a dimension."""
+    """Module with a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Sharper(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A parameter without a number."""
+    """Module with an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def ours(model: nn.Module, strategy: Strategy, hosts: list[str] | None) -> tuple
 
 
 def train(wrapped: nn.Module, rank: int, steps: int = STEPS, lr: float = 0.05) -> float:
-    """Learns which of three directions its inputs point to, from other samples on every rank; gives the last loss."""
+    """Train a classifier of three directions, with different samples on each rank, and return the last loss."""
     generator = seeded(100 + rank)
     directions = torch.randn(40, 3, generator=seeded(5))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr, momentum=0.9)
@@ -79,7 +79,7 @@ def train(wrapped: nn.Module, rank: int, steps: int = STEPS, lr: float = 0.05) -
 
 
 def exact(job: distrib.Job, hosts: list[str] | None) -> None:
-    """Parameters after 50 steps are DDP's to 1e-6, however the stream is cut."""
+    """Match DDP's parameters to 1e-6 after 50 steps, for any bucket boundaries."""
     first = fresh()
     theirs = copy.deepcopy(first)
     train(DistributedDataParallel(theirs), job.rank)
@@ -90,7 +90,7 @@ def exact(job: distrib.Job, hosts: list[str] | None) -> None:
         train(wrapped, job.rank)
         difference = max(float((a - b).detach().abs().max()) for a, b in pairs(model, theirs))
         assert difference <= 1e-6, (hosts, strategy, difference)
-        if not on_gpu():  # where DDP does it
+        if not on_gpu():  # on GPUs DDP does the averaging
             job.print(
                 f"{difference:.1e} {averaging.is_hierarchical} {averaging.hosts} hosts, {len(averaging.bounds)} pieces"
             )
@@ -101,7 +101,7 @@ def pairs(a: nn.Module, b: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def formats(job: distrib.Job, hosts: list[str] | None) -> None:
-    """Every format learns as much, sends as little as it should, and leaves all ranks with the same parameters."""
+    """Reach a similar loss with each format, send fewer bytes, and keep identical parameters on all ranks."""
     first = fresh()
     exact_model = copy.deepcopy(first)
     wrapped, averaging = ours(exact_model, Strategy(), hosts)
@@ -110,11 +110,11 @@ def formats(job: distrib.Job, hosts: list[str] | None) -> None:
     for name, fraction in most.items():
         model = copy.deepcopy(first)
         wrapped, compressed = ours(model, Strategy(gradients=parse_gradients(name)), hosts)
-        # Momentum and what topk sends late add up: at 0.05 it diverges with some cuts, in a single process as here.
+        # Momentum and topk's delayed values add up: at 0.05 some bucket boundaries diverge, also in a single process.
         reached = job.all_reduce(train(wrapped, job.rank, 3 * STEPS, lr=0.02 if name.startswith("topk") else 0.05))
         assert reached < 0.35 < 1.0, (hosts, name, reached, loss)
         told = ""
-        if not on_gpu():  # where NCCL carries most of it unseen
+        if not on_gpu():  # the byte counter does not see NCCL's traffic
             sent = job.all_reduce(compressed.sent_bytes, "sum") / job.all_reduce(averaging.sent_bytes, "sum")
             assert 0 < sent < fraction, (name, sent)
             told = f", {sent:.3f} of the bytes"
@@ -124,7 +124,7 @@ def formats(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def halves(job: distrib.Job, hosts: list[str] | None) -> None:
-    """Every gradient in 16 bits is DDP's to two roundings, in every step, also after the stream was cut anew."""
+    """Match DDP to two 16-bit roundings for each gradient in each step, also after new bucket boundaries."""
     for name, rounding in (("bf16", 2**-8), ("fp16", 2**-11)):
         theirs, mine = fresh(), fresh()
         plain = DistributedDataParallel(theirs)
@@ -138,13 +138,13 @@ def halves(job: distrib.Job, hosts: list[str] | None) -> None:
             for a, b in pairs(theirs, mine):
                 assert a.grad is not None and b.grad is not None
                 largest = job.all_reduce(float(a.grad.abs().max()), "max") * job.world_size
-                roundings = 4 if on_gpu() else 2  # NCCL adds up in 16 bits
+                roundings = 4 if on_gpu() else 2  # NCCL adds in 16 bits
                 torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=roundings * rounding * largest + 2**-24)
         assert on_gpu() or averaging.bounds or averaging.hosts == 1
 
 
 def numbers(job: distrib.Job, hosts: list[str] | None) -> None:
-    """A gradient that is no number reaches every rank, and is forgotten in the next step."""
+    """Propagate a nan gradient to every rank, and remove it in the next step."""
     for name in ("fp32", "bf16", "int8", "topk:0.5", "powersgd:1"):
         wrapped, _ = ours(fresh(), Strategy(gradients=parse_gradients(name)), hosts)
         first: list[torch.Tensor] = []
@@ -155,13 +155,13 @@ def numbers(job: distrib.Job, hosts: list[str] | None) -> None:
             assert all(bool(gradient.isfinite().all()) for gradient in gradients) is not bad, (name, step)
             first = first or gradients
             wrapped.zero_grad()
-        if name == "powersgd:1":  # enough for those of one sample
+        if name == "powersgd:1":  # accurate enough for gradients of one sample
             for gradient, other in zip(gradients, first, strict=True):
                 torch.testing.assert_close(gradient, other, rtol=0, atol=0.03 * float(other.abs().max()))
 
 
 def begins(job: distrib.Job, hosts: list[str] | None) -> None:
-    """The first steps of PowerSGD are DDP's, however many buckets there are; then it begins."""
+    """Match DDP in the first steps of PowerSGD for any number of buckets, then compress."""
     theirs, mine = fresh(), fresh()
     wrapped, _ = ours(mine, Strategy(gradients=parse_gradients("powersgd:4")), hosts)
     for model in (DistributedDataParallel(theirs), wrapped):
@@ -174,7 +174,7 @@ def begins(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def seldom(job: distrib.Job, hosts: list[str] | None) -> None:
-    """With PowerSGD a layer that has had no gradient for long learns once it has one; one may have no numbers."""
+    """Train with PowerSGD a layer that had zero gradients for long; another parameter is empty."""
     wrapped, _ = ours(nn.Sequential(fresh(), Nothing()), Strategy(gradients=parse_gradients("powersgd:2")), hosts)
     for step in range(POWER_SGD_WARMUP_STEPS + 5):
         wrapped.zero_grad()
@@ -184,7 +184,7 @@ def seldom(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def restored(job: distrib.Job, hosts: list[str] | None) -> None:
-    """What a bad batch has put aside goes with it when a checkpoint is restored."""
+    """Clear the residuals of a bad batch when a checkpoint is restored."""
     for name in ("topk:0.02", "powersgd:2"):
         model = fresh()
         strategy = Strategy(gradients=parse_gradients(name), bucket_bytes=100_000)
@@ -210,7 +210,7 @@ def restored(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def arrives(job: distrib.Job, hosts: list[str] | None) -> None:
-    """Until it is settled how pieces are cut nothing is put aside; later all of it arrives."""
+    """Keep no residuals until the bucket boundaries are final; afterwards all residuals arrive."""
     steps = 60
     for name in ("int8", "topk:0.1"):
         model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
@@ -231,13 +231,13 @@ def arrives(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def scales(job: distrib.Job, hosts: list[str] | None) -> None:
-    """What is put aside is in units of the gradients, whatever a GradScaler makes of these from step to step."""
+    """Keep residuals in units of the unscaled gradients, for any scale of a GradScaler."""
     directions = torch.randn(40, 3, generator=seeded(5))
     for name in ("int8", "topk:0.02", "powersgd:2"):
         reached = []
         for enabled in (False, True):
             model = fresh()
-            strategy = Strategy(gradients=parse_gradients(name), bucket_bytes=100_000)  # not cut by the clock
+            strategy = Strategy(gradients=parse_gradients(name), bucket_bytes=100_000)  # fixed size, no autotuning
             wrapped, _ = ours(model, strategy, hosts)
             scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=256.0, enabled=enabled)
             optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
@@ -255,7 +255,7 @@ def scales(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def mixed(job: distrib.Job, hosts: list[str] | None) -> None:
-    """Parameters of several types, and one that is not always used."""
+    """Train parameters of several types, one of which is not always used."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -286,7 +286,7 @@ def mixed(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def ends(job: distrib.Job, hosts: list[str] | None) -> None:
-    """A model that is dropped takes its thread and its sockets along."""
+    """Close the thread and sockets of a model that the script drops."""
     held = []
     for _ in range(3):
         wrapped, averaging = ours(fresh(), Strategy(all_reduce="auto"), hosts)
@@ -298,7 +298,7 @@ def ends(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def dies(job: distrib.Job, hosts: list[str] | None) -> None:
-    """The last rank is killed in the middle of its steps."""
+    """Kill the last rank during its steps."""
     wrapped, _ = ours(fresh(), Strategy(), hosts)
     train(wrapped, job.rank, 5)
     if job.rank == job.world_size - 1:

@@ -1,6 +1,6 @@
-"""Two ranks that NCCL connects, of which the second does as it is told after some steps: `beside_nccl.py kill|raise|sleep`.
+"""Connect two ranks by NCCL; after some steps the second follows its argument: `beside_nccl.py kill|raise|sleep`.
 
-`measure`: they measure all-reduces as the probe does, each as a host of its own, and print them.
+`measure`: measure all-reduces as the probe does, each rank as its own host, and print them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(order: str) -> None:
 
 def measure() -> None:
     comm = find_world().comm
-    from mpi4py import MPI  # only now, as this would begin with it
+    from mpi4py import MPI  # imported late, as the import initializes MPI
 
     ranks = AllReduceBenchmark(comm, f"n{comm.rank + 1}", 60.0)
     sizes = (1 << 10, 1 << 18, 1 << 24)

@@ -1,7 +1,7 @@
-"""Trains where `torch.set_default_device` names another device than the model's.
+"""Train where `torch.set_default_device` names another device than the model's.
 
-What the library makes without saying where comes to be there: on the device "meta", which stands for GPUs, it has no numbers.
-Arguments: a folder, and perhaps another device than "meta".
+Tensors of the library without an explicit device would be on "meta", which stands for GPUs and has no data.
+Arguments: a folder, and optionally another device than "meta".
 """
 
 import json

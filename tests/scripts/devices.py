@@ -1,4 +1,4 @@
-"""Random numbers on the device that torch makes tensors on: the CPU, or the GPU of `on_one_gpu.py`."""
+"""Random generators on torch's default device: the CPU, or the GPU of `on_one_gpu.py`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A DDP job over Gloo that knows only torch; one rank leaves the path: `gloo.py RANK:WHAT [RANK:WHAT ...]`."""
+"""Run a DDP job over Gloo with plain torch, in which some ranks deviate: `gloo.py RANK:WHAT [RANK:WHAT ...]`."""
 
 import os
 import sys

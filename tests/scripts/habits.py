@@ -1,4 +1,4 @@
-"""What scripts do that is nobody's first thought, each a lesson on all ranks: `habits.py NAME...`."""
+"""Run lessons on unusual but valid scripts on all ranks: `habits.py NAME...`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refused(words: str) -> Iterator[None]:
 
 
 def made(job: distrib.Job, model: nn.Module, **options: Any) -> tuple[Any, Any]:
-    """The model, the same on all ranks, prepared with an optimizer; random numbers are each rank's own from now on."""
+    """Prepare the model, identical on all ranks, with an optimizer. Afterwards each rank has its own random seed."""
     prepared = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), **options)
     torch.manual_seed(1 + job.rank)
     return prepared[0], prepared[1]
@@ -57,7 +57,7 @@ def assert_alike(job: distrib.Job, model: Any) -> None:
 
 
 class Heads(nn.Module):
-    """A body, two heads for it, and a part that nothing uses."""
+    """A body with two heads, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Heads(nn.Module):
 
 
 def methods(job: distrib.Job) -> None:
-    """Training goes by a method, and `model(...)` is for evaluation: on all ranks, or on the first alone."""
+    """Train by a method, and evaluate with `model(...)` on all ranks or only on the first."""
     for all_ranks in (True, False):
         model, optimizer = made(job, Heads(), find_unused_parameters=True, methods=["loss"])
         for step in range(6):
@@ -90,7 +90,7 @@ def methods(job: distrib.Job) -> None:
 
 
 class Remembers(nn.Module):
-    """Makes a buffer of its own anew whenever it computes."""
+    """Replaces its own buffer in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Remembers(nn.Module):
 
 
 def inferred_buffers(job: distrib.Job) -> None:
-    """What an evaluation in inference mode has made, nobody may write to: training goes on all the same."""
+    """Continue training after an evaluation in inference mode, whose buffers are read-only."""
     model, optimizer = made(job, Remembers())
     for step in range(4):
         optimizer.zero_grad()
@@ -120,7 +120,7 @@ def inferred_buffers(job: distrib.Job) -> None:
 
 
 def second_backward(job: distrib.Job) -> None:
-    """A second backward pass after one forward pass is not averaged, which is an error; one after another forward pass is."""
+    """Average a backward after each forward. Refuse a second backward after one forward, as it is not averaged."""
     model, optimizer = made(job, nn.Linear(4, 1))
     for _ in range(2):
         optimizer.zero_grad()
@@ -140,7 +140,7 @@ def second_backward(job: distrib.Job) -> None:
     with refused("Linear has gradients that were not all-reduced"):
         optimizer.step()
     inner = job.unwrap(model)
-    if job.is_main:  # looks at something
+    if job.is_main:  # a debugging pass
         for _ in range(2):
             inner(torch.ones(1, 4)).sum().backward()
     optimizer.zero_grad()
@@ -150,7 +150,7 @@ def second_backward(job: distrib.Job) -> None:
 
 
 def unused_zeros(job: distrib.Job) -> None:
-    """Gradients that a script sets to zero are there, and yet one that is waited for has not come."""
+    """Report a missing gradient also where the script sets gradients to zero."""
     model, optimizer = made(job, Heads())
     with refused(r"rank \d: never.weight, .* got no gradient in this step of Heads"):
         for head in (0, 1):
@@ -161,7 +161,7 @@ def unused_zeros(job: distrib.Job) -> None:
 
 
 def compiled(job: distrib.Job) -> None:
-    """What is missing of a compiled model is named as it is in the model."""
+    """Report a missing gradient of a compiled model by the name in the original model."""
     model, optimizer = made(job, torch.compile(Heads(), backend="eager"))  # type: ignore[arg-type]
     with refused(r"rank \d: never.weight, .* got no gradient in this step of Heads"):
         for _ in range(2):
@@ -178,7 +178,7 @@ def frozen_later(job: distrib.Job) -> None:
 
 
 def step_in_backward(job: distrib.Job) -> None:
-    """torch's recipe for less memory: each parameter has an optimizer that steps as its gradient comes."""
+    """Step in backward with one optimizer per parameter, as torch's recipe for less memory does."""
     model = nn.Linear(4, 1)
     model = job.prepare(model)
     for parameter in model.parameters():
@@ -189,7 +189,7 @@ def step_in_backward(job: distrib.Job) -> None:
 
 
 def gathered_batches(job: distrib.Job) -> None:
-    """Batches of a group that train two heads in turns; gradients that are cleared after real steps alone."""
+    """Accumulate batches that alternate between two heads. Some scripts clear gradients only after real steps."""
     ranks = job.world_size
     inputs = torch.randn(ranks, 4, 8, 4, generator=seeded(3))
     for clear in ("always", "after steps", "to zero"):
@@ -215,7 +215,7 @@ def gathered_batches(job: distrib.Job) -> None:
 
 
 def two_models_in_turns(job: distrib.Job) -> None:
-    """One optimizer trains two models, of which the last batch of a group uses one: the other's gradients wait for a group whose last does."""
+    """Train two models by one optimizer, where the last batch of a group uses only one of them."""
     torch.manual_seed(0)
     first, second = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
@@ -233,7 +233,7 @@ def two_models_in_turns(job: distrib.Job) -> None:
 
 
 class Growing(nn.Module):
-    """Has a buffer that grows with the longest sequence seen, and others."""
+    """Has a buffer that grows with the longest sequence, and other buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,12 +266,12 @@ def growing_buffers(job: distrib.Job) -> None:
         inner = job.unwrap(model)
         assert torch.equal(inner.mask, torch.ones(length, length).triu(1)), inner.mask
         if STRATEGY.mode == "sync":
-            assert inner.count.tolist() == [3.0] * 3, inner.count  # rank 0's
+            assert inner.count.tolist() == [3.0] * 3, inner.count  # the value of rank 0
             assert float(inner.own) == job.rank
 
 
 def ragged_normalization(job: distrib.Job) -> None:
-    """Batch normalization over tokens, of which ranks have different numbers in as many samples."""
+    """Normalize over tokens, whose number differs between ranks with equal numbers of samples."""
     data = [torch.randn(4 + 8 * rank, 3, dtype=torch.float64, generator=seeded(rank)) for rank in range(job.world_size)]
 
     def net() -> nn.Module:
@@ -292,7 +292,7 @@ def ragged_normalization(job: distrib.Job) -> None:
 
 
 def looked_at_alone(job: distrib.Job) -> None:
-    """One rank reads a prepared loader to its end before anything is learnt, with a model in training mode."""
+    """Read a prepared loader to its end on one rank before the first step, with a model in training mode."""
     data = TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 8))
@@ -306,14 +306,14 @@ def looked_at_alone(job: distrib.Job) -> None:
 
 
 def in_a_thread(loader: Any) -> Iterator[Any]:
-    """The batches of `loader`, of which a thread reads two ahead."""
+    """Yield the batches of `loader`, which a thread reads two ahead."""
     read: queue.Queue[Any] = queue.Queue(2)
     threading.Thread(target=lambda: [*map(read.put, loader), read.put(None)], daemon=True).start()
     yield from iter(read.get, None)
 
 
 def read_ahead(job: distrib.Job) -> None:
-    """The next batch is read between forward and backward, or by a thread: nothing changes what is about to be computed backward."""
+    """Read the next batch between forward and backward, or in a thread. Neither changes the pending backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model, optimizer = made(job, model)
     loader = job.prepare(DataLoader(TensorDataset(torch.randn(24 * job.world_size - 8, 4)), 8))
@@ -328,7 +328,7 @@ def read_ahead(job: distrib.Job) -> None:
             loss.backward()
             optimizer.step()
         if batches is not without_end:
-            assert_alike(job, model)  # in the middle of what would be a round of mode local
+            assert_alike(job, model)  # would be in the middle of a round of mode local
     for _ in range(8):
         for (inputs,) in in_a_thread(loader):
             time.sleep(0.002 * job.rank)
@@ -346,7 +346,7 @@ class Batch(dict):  # type: ignore[type-arg]
 
 
 class Scaled(DataLoader):  # type: ignore[type-arg]
-    """A loader whose own iteration makes batches of what is read."""
+    """A loader whose own iteration transforms the batches."""
 
     def __iter__(self) -> Iterator[Any]:
         for (pixels,) in super().__iter__():
@@ -354,7 +354,7 @@ class Scaled(DataLoader):  # type: ignore[type-arg]
 
 
 class KeepsItsIterator(DataLoader):  # type: ignore[type-arg]
-    """Begins a new epoch with the workers of the one before."""
+    """Begins a new epoch with the workers of the previous one."""
 
     class Again:
         def __init__(self, sampler: Any) -> None:
@@ -395,13 +395,13 @@ class Unsized(Dataset):  # type: ignore[type-arg]
 
 
 def episodes(job: distrib.Job) -> None:
-    """Batches are a sampler's of the script's, which alone knows how many there are."""
+    """Read batches of the script's own batch sampler, for a dataset without length."""
     loader = job.prepare(DataLoader(Unsized(), batch_sampler=[[number, 9] for number in range(4)]))
     assert [batch.tolist() for batch in loader] == [[job.rank, 9], [job.rank + 2, 9]]
 
 
 def own_loader(job: distrib.Job) -> None:
-    """What a subclass of DataLoader makes of batches stays, and so do batches that are more than dicts."""
+    """Keep the transformed batches of a DataLoader subclass, and batches of a dict subclass."""
     data = TensorDataset(torch.arange(16, dtype=torch.uint8)[:, None] * 17)
     loader = job.prepare(Scaled(data, batch_size=4, shuffle=True))
     orders = []
@@ -419,7 +419,7 @@ def own_loader(job: distrib.Job) -> None:
 
 
 def made_anew(job: distrib.Job) -> None:
-    """A loader of each epoch, with one generator: each has an order of its own, which is that of the next run, too."""
+    """Create a loader in each epoch with one generator: each epoch has its own, reproducible order."""
     found = []
     for _ in range(2):
         generator = torch.Generator().manual_seed(5)
@@ -438,7 +438,7 @@ def made_anew(job: distrib.Job) -> None:
 
 
 def own_epochs(job: distrib.Job) -> None:
-    """A script that counts epochs itself, as one that was resumed at the seventh."""
+    """Set epochs in the script, as after resuming at the seventh."""
     sampler = DistributedSampler(range(64), job.world_size, job.rank, seed=3)  # type: ignore[arg-type]
     sampler.set_epoch(5)
     loader = job.prepare(DataLoader(range(64), 8, sampler=sampler))
@@ -452,7 +452,7 @@ def own_epochs(job: distrib.Job) -> None:
 
 
 def closure_numbers(job: distrib.Job) -> None:
-    """An optimizer's closure that gives back a number keeps all its digits."""
+    """Return all digits of a number from an optimizer's closure."""
     told = []
 
     class Asks(torch.optim.SGD):
@@ -481,7 +481,7 @@ class Counted(Dataset[torch.Tensor]):
 
 
 def other_workers(job: distrib.Job) -> None:
-    """With --balance ranks share batches out alike, though their loaders draw ahead by different numbers of batches."""
+    """Distribute batches identically with --balance, though loaders prefetch different numbers of batches."""
     load_balancing.ShareController.update = lambda self, timings: (3.0, 1.0)  # type: ignore[method-assign]  # whatever this machine does meanwhile
     loader = DataLoader(Counted(), batch_size=8, num_workers=job.rank)
     model = nn.Linear(4, 1)
@@ -501,7 +501,7 @@ def other_workers(job: distrib.Job) -> None:
 
 
 def reduced(job: distrib.Job) -> None:
-    """A mean of small types is as exact as they are."""
+    """Average small types as exactly as possible."""
     ranks = job.world_size
     for dtype, value in (
         (torch.uint8, 200), (torch.int8, 100), (torch.int16, 30_000), (torch.int32, 2_000_000_000),
@@ -516,7 +516,7 @@ def reduced(job: distrib.Job) -> None:
 
 
 def not_numbers(job: distrib.Job) -> None:
-    """A gradient that is none is told with its rank, be it sparse or complex."""
+    """Report the rank of a nan gradient, also if the gradient is sparse or complex."""
     table = nn.Embedding(4, 2, sparse=True)
     model, optimizer = made(job, nn.Sequential(table))
     model(torch.tensor([1])).mul(float("nan") if job.rank else 1.0).sum().backward()
@@ -535,7 +535,7 @@ def not_numbers(job: distrib.Job) -> None:
 
 
 def wide_default(job: distrib.Job) -> None:
-    """Fewer bytes where new tensors are float64."""
+    """Compress gradients where the default dtype is float64."""
     torch.set_default_dtype(torch.float64)
     try:
         model, optimizer = made(job, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)))
@@ -556,7 +556,7 @@ def learn(model: Any, optimizer: Any, steps: int) -> None:
 
 
 def begins_as_main(job: distrib.Job) -> None:
-    """What rank 0 alone has loaded before `prepare`, and buffers that are not saved."""
+    """Broadcast state that only rank 0 loaded before `prepare`, and buffers that are not saved."""
     model = nn.Linear(4, 1)
     model.register_buffer("drawn", torch.randn(3, generator=seeded(job.rank)), persistent=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -584,7 +584,7 @@ def warmed_in_no_step(job: distrib.Job) -> None:
 
 
 def has_its_turn_again(job: distrib.Job) -> None:
-    """An optimizer that was released, or gave way to another, goes on with what it has learnt."""
+    """Keep the state of an optimizer that was released or replaced by another, and use it again."""
     model = nn.Linear(4, 1)
     model, first = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     torch.manual_seed(1 + job.rank)
@@ -594,9 +594,9 @@ def has_its_turn_again(job: distrib.Job) -> None:
     first = job.prepare(first)
     learn(model, first, 3)
     job.release(first, second)
-    job.settle()  # the model has learnt by nothing that is prepared
+    job.settle()  # no prepared optimizer has updated the model
     job.release(model)
-    if job.is_main:  # in mode async it alone takes it back from the servers
+    if job.is_main:  # in mode async only rank 0 fetches it from the servers
         assert first.state_dict()["state"][0]["momentum_buffer"].any()
     model, first = job.prepare(job.unwrap(model), first)
     assert first.state_dict()["state"][0]["momentum_buffer"].any()
@@ -609,7 +609,7 @@ def has_its_turn_again(job: distrib.Job) -> None:
 
 
 def compiled_step(job: distrib.Job) -> None:
-    """A script compiles the function that takes its steps."""
+    """Compile the function that takes the steps."""
     model, optimizer = made(job, nn.Linear(4, 1))
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     counted = []
@@ -625,7 +625,7 @@ def compiled_step(job: distrib.Job) -> None:
 
 
 def scaler_lets_go(job: distrib.Job) -> None:
-    """One GradScaler for models that are trained one after the other."""
+    """Use one GradScaler for models trained one after the other."""
     scaler, kept = job.prepare(torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)), []
     for _ in range(2):
         model, optimizer = made(job, nn.Linear(4, 1))
@@ -640,7 +640,7 @@ def scaler_lets_go(job: distrib.Job) -> None:
 
 
 def restored_within_a_round(job: distrib.Job) -> None:
-    """Something else than what trains is restored while each rank trains alone."""
+    """Restore another model than the trained one while each rank trains alone."""
     model, optimizer = made(job, nn.Linear(4, 1))
     average = copy.deepcopy(job.unwrap(model))
     with tempfile.TemporaryDirectory() as folder:
@@ -653,7 +653,7 @@ def restored_within_a_round(job: distrib.Job) -> None:
 
 
 def weights_alone(job: distrib.Job) -> None:
-    """What was learnt elsewhere, by other optimizers, is where this begins."""
+    """Restore only the weights of a model that other optimizers trained."""
     model, optimizer = made(job, nn.Linear(4, 1))
     learn(model, optimizer, 2)
     job.settle()
@@ -667,7 +667,7 @@ def weights_alone(job: distrib.Job) -> None:
 
 
 def followers(job: distrib.Job) -> None:
-    """A teacher that follows its model, and a body that learns later; its running means move from the beginning."""
+    """Update a teacher by its student, and unfreeze a body later. Its running means change from the start."""
     model = nn.ModuleDict({"student": nn.Linear(4, 1), "teacher": nn.Linear(4, 1).requires_grad_(False)})
     body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
     optimizer = torch.optim.SGD(model["student"].parameters(), lr=0.05)
@@ -692,7 +692,7 @@ def followers(job: distrib.Job) -> None:
 
 
 def evaluated_by_a_method(job: distrib.Job) -> None:
-    """Ranks that have taken other numbers of steps evaluate the same values, though nobody calls the model itself."""
+    """Evaluate identical values by a method, without a call of the model, on ranks with different step counts."""
     model, optimizer = made(job, Heads(), find_unused_parameters=True)
     loader = job.prepare(DataLoader(TensorDataset(torch.ones(8, 4)), 2))
     learn(model, optimizer, 2 + 3 * job.rank)
@@ -703,7 +703,7 @@ def evaluated_by_a_method(job: distrib.Job) -> None:
 
 
 def averages_put_in(job: distrib.Job) -> None:
-    """An average's values are put into the model for an evaluation, and taken out again: mode async says what it does to them."""
+    """Overwrite the model with averaged values for an evaluation. Mode async warns of its effect."""
     model, optimizer = made(job, nn.Linear(4, 1))
     learn(model, optimizer, 7)
     model.eval()
@@ -715,7 +715,7 @@ def averages_put_in(job: distrib.Job) -> None:
 
 
 def cleared_after_steps(job: distrib.Job) -> None:
-    """Gradients are cleared after real steps alone: one that was left out leaves nothing behind."""
+    """Clear gradients only after real steps: a skipped step leaves no gradient behind."""
     kind = torch.get_default_device().type
     for batches, scaled in itertools.product((1, 2), (False, True)):
         model, optimizer = made(job, nn.Linear(4, 1), accumulate=batches, on_nan="skip")
@@ -737,7 +737,7 @@ def cleared_after_steps(job: distrib.Job) -> None:
 
 
 def set_by_hand(job: distrib.Job) -> None:
-    """Gradients that a script sets itself are of one batch."""
+    """Refuse to accumulate gradients that the script sets itself."""
     model, optimizer = made(job, nn.Linear(4, 1), accumulate=2)
     parameters = [*model.parameters()]
     for parameter, own in zip(
@@ -750,7 +750,7 @@ def set_by_hand(job: distrib.Job) -> None:
 
 
 class Shown(nn.Module):
-    """A model that trains by its methods, and has a part that nothing uses."""
+    """A model that trains by its methods, and has an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -770,7 +770,7 @@ class Shown(nn.Module):
 
 
 def shown_between(job: distrib.Job) -> None:
-    """What a model gives is looked at, with gradients on, and its methods train it before and after."""
+    """Evaluate the model with gradients enabled between training steps by its methods."""
     model, optimizer = made(job, Shown(), find_unused_parameters=True, methods=["loss"])
     for step in range(6):
         if step == 2:
@@ -782,7 +782,7 @@ def shown_between(job: distrib.Job) -> None:
 
 
 def backward_inside(job: distrib.Job) -> None:
-    """A method that was not declared calls backward: its gradients are named as not all-reduced."""
+    """Report gradients as not all-reduced if an undeclared method calls backward."""
     model, optimizer = made(job, Shown(), find_unused_parameters=True, methods=["loss"])
     model.train_on(torch.randn(8, 4))
     with refused("Shown has gradients that were not all-reduced"):
@@ -794,7 +794,7 @@ def backward_inside(job: distrib.Job) -> None:
 
 
 def copy_evaluated_alone(job: distrib.Job) -> None:
-    """A copy from before the optimizer was prepared, and then the model itself: rank 0 evaluates them alone."""
+    """Evaluate on rank 0 only: a copy from before the optimizer was prepared, and then the model itself."""
     torch.manual_seed(0)
     model = job.prepare(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
     twin = copy.deepcopy(model)
@@ -812,7 +812,7 @@ def copy_evaluated_alone(job: distrib.Job) -> None:
 
 
 def inferred_evaluation(job: distrib.Job) -> None:
-    """An evaluation in inference mode comes to an uneven batch, while a part of what learns is in training mode."""
+    """Evaluate an uneven batch in inference mode, while one of two trained models is in training mode."""
     model, head = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.05)
     data = DataLoader(TensorDataset(torch.ones(4 * job.world_size + 1, 4)), 4)
@@ -824,7 +824,7 @@ def inferred_evaluation(job: distrib.Job) -> None:
 
 
 def penalty(job: distrib.Job) -> None:
-    """What the ranks tell each other to normalize has no second derivative: torch says so."""
+    """Raise torch's error for a second derivative of synchronized normalization."""
     model, _ = made(job, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batchnorm=True)
     inputs = torch.randn(8, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
@@ -837,7 +837,7 @@ def penalty(job: distrib.Job) -> None:
 
 
 def passed_without_steps(job: distrib.Job) -> None:
-    """Running means move in batches after which no step is taken, and are one model's after `job.settle()`."""
+    """Change running means in batches without steps; `job.settle()` makes them identical."""
     torch.manual_seed(0)
     model, optimizer = made(job, nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
     learn(model, optimizer, 4)
@@ -851,7 +851,7 @@ def passed_without_steps(job: distrib.Job) -> None:
 
 
 def frozen_when_read(job: distrib.Job) -> None:
-    """Of two models that learn in turns one is frozen as a batch is read: an uneven one counts by its samples all the same."""
+    """Weight an uneven batch by its samples, though one of two models is frozen when the batch is read."""
     torch.manual_seed(0)
     judge, maker = nn.Linear(4, 1, bias=False), nn.Linear(4, 4)
     data = TensorDataset(torch.randn(4 * job.world_size + 3, 4))
@@ -871,7 +871,7 @@ def frozen_when_read(job: distrib.Job) -> None:
 
 
 def large_gradients(job: distrib.Job) -> None:
-    """Larger ones than what travels can be."""
+    """Train with gradients larger than the compressed format can represent."""
     model = nn.Linear(4, 1)
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
     for _ in range(2):
@@ -883,14 +883,14 @@ def large_gradients(job: distrib.Job) -> None:
 
 
 def main_ends_first(job: distrib.Job) -> None:
-    """Rank 0 has come to its end, and the others prepare what main would say something of."""
+    """Finish rank 0 first, while the other ranks prepare objects that main would report on."""
     if job.rank:
         assert len([*job.prepare(DataLoader(TensorDataset(torch.ones(8, 4)), 2))])
         assert job.is_main
 
 
 def ends_itself(job: distrib.Job) -> None:
-    """The group is destroyed at the end, as in scripts for torchrun."""
+    """Destroy the process group at the end, as scripts for torchrun do."""
     model, optimizer = made(job, nn.Linear(4, 1))
     model(torch.randn(8, 4)).mean().backward()
     optimizer.step()
@@ -898,7 +898,7 @@ def ends_itself(job: distrib.Job) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # loaders' processes import this
+if __name__ == "__main__":  # loader processes import this file
     torch.set_num_threads(1)
     job = distrib.init(timeout_seconds=60)
     for lesson in sys.argv[1:]:

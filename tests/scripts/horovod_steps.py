@@ -1,4 +1,4 @@
-"""Trains a linear model for a few steps with Horovod, as its own documentation does; knows nothing of distrib."""
+"""Train a linear model for a few steps as Horovod's documentation does, without distrib."""
 
 import time
 
@@ -6,7 +6,7 @@ import horovod.torch as hvd
 import torch
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # different on purpose: what is broadcast must count
+torch.manual_seed(hvd.rank())  # different seeds: the broadcast must have an effect
 
 total = hvd.allreduce(torch.ones(1000) * (hvd.rank() + 1), op=hvd.Sum, name="total")
 assert torch.equal(total, torch.full((1000,), hvd.size() * (hvd.size() + 1) / 2))

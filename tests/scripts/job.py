@@ -1,6 +1,6 @@
-"""A small job whose ranks do as they are told: `job.py [--mpi] RANK:WHAT ...`, everyone else waits or finishes.
+"""Run a small job whose ranks follow their arguments: `job.py [--mpi] RANK:WHAT ...`. Other ranks wait or finish.
 
-Knows only the environment (and MPI with --mpi), so that it starts fast.
+The script uses only the environment (and MPI with --mpi), and therefore starts fast.
 """
 
 import json
@@ -49,7 +49,7 @@ if order == "ignore":
     print(f"rank {rank} ignores", flush=True)
     time.sleep(60)
 if order == "children":
-    # One in the session, one that left it, and one whose environment was emptied as well.
+    # One child in the session, one in its own session, and one with an empty environment in its own session.
     session = os.environ.get("DISTRIB_TEST_SESSION", "0")
     subprocess.Popen(["sleep", f"61.{session}"])
     subprocess.Popen(["sleep", f"62.{session}"], start_new_session=True)

@@ -1,4 +1,4 @@
-"""What several ranks do together, each a lesson: `lessons.py NAME[,NAME...] [ARGS]`. An assertion that fails, fails the job."""
+"""Run lessons on several ranks: `lessons.py NAME[,NAME...] [ARGS]`. A failed assertion fails the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import distrib
 
 
 def uneven(job: distrib.Job) -> None:
-    """Every length, with batch normalization, trained on and evaluated: no rank waits for ever."""
+    """Train and evaluate datasets of each length with batch normalization: no rank hangs."""
     model = job.prepare(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
     for samples in range(job.world_size, 6 * job.world_size):
         for batch_size in (1, 3, 4):
@@ -48,7 +48,7 @@ def collectives(job: distrib.Job) -> None:
     given = torch.full((2, 3), job.rank, requires_grad=False)
     assert torch.equal(job.all_reduce(given), torch.full((2, 3), last / 2))
     assert torch.equal(given, torch.full((2, 3), job.rank))
-    short = torch.tensor([300 * job.rank, -job.rank], dtype=torch.int16)  # which no backend adds up
+    short = torch.tensor([300 * job.rank, -job.rank], dtype=torch.int16)  # no backend reduces int16
     for op, told in (("sum", [150 * ranks * last, -ranks * last // 2]), ("max", [300 * last, 0]), ("min", [0, -last])):
         found = job.all_reduce(short, op)  # type: ignore[arg-type]
         assert isinstance(found, torch.Tensor) and found.dtype == torch.int16 and found.tolist() == told, (op, found)
@@ -56,7 +56,7 @@ def collectives(job: distrib.Job) -> None:
     assert streamed == list(range(job.rank, 10, ranks)), streamed
     augmented = job.prepare(DataLoader(range(8 * ranks), 4, num_workers=1, worker_init_fn=_noise))  # type: ignore[arg-type]
     assert sum(len(batch) for batch in augmented) == 8
-    generator = torch.Generator().manual_seed(job.rank)  # as scripts do that want other augmentation on every rank
+    generator = torch.Generator().manual_seed(job.rank)  # as scripts with different augmentation on each rank
     shuffled = job.prepare(DataLoader(range(8 * ranks), 4, shuffle=True, generator=generator))  # type: ignore[arg-type]
     read = torch.zeros(8 * ranks)
     for batch in shuffled:
@@ -70,7 +70,7 @@ def _noise(worker: int) -> None:
 
 
 def forks(job: distrib.Job) -> None:
-    """A thread that is about to go on in Python does so before this process forks, though it has to wait for its turn."""
+    """Let a thread that is about to run Python code do so before this process forks, after waiting for the GIL."""
     sys.setswitchinterval(60)
     go, gone = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (go.wait(), gone.set()))
@@ -113,7 +113,7 @@ def fails(job: distrib.Job) -> None:
         for _ in range(3):
             job.all_reduce(1.0)
     finally:
-        time.sleep(5)  # mpirun tells the code of the rank that it sees end first
+        time.sleep(5)  # mpirun returns the exit code of the first rank that it sees exit
 
 
 if __name__ == "__main__":

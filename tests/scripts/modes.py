@@ -1,4 +1,4 @@
-"""What every way of training together must keep to, each a lesson: `modes.py NAME...`, in the strategy of the environment."""
+"""Run lessons that every training mode must pass: `modes.py FOLDER NAME...`, with the strategy of the environment."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parameters_of(model: nn.Module) -> torch.Tensor:
 
 
 def assert_alike(model: nn.Module) -> None:
-    """The model is the same on all ranks, with its buffers."""
+    """Assert that the model and its buffers are identical on all ranks."""
     first, *others = gathered({name: value.clone() for name, value in model.state_dict().items()})
     for other in others:
         for name, value in first.items():
@@ -63,8 +63,8 @@ def assert_alike(model: nn.Module) -> None:
 
 
 def exact(job: distrib.Job) -> None:
-    """Two epochs with uneven last batches are those of one process with the whole batch, clipped and normalized alike."""
-    normalizes = not (STRATEGY.balance or on_gpu())  # there it is torch's, which counts no samples
+    """Match one process with the whole batch over two epochs with uneven last batches, clipping and normalization."""
+    normalizes = not (STRATEGY.balance or on_gpu())  # torch's normalization there does not count samples
     model, reference = make_model(normalizes=normalizes), make_model(normalizes=normalizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
@@ -80,7 +80,7 @@ def exact(job: distrib.Job) -> None:
         model.train()
         for inputs, targets in loader:
             if slow:
-                time.sleep(0.02 * len(inputs))  # far more than a busy machine takes from another rank
+                time.sleep(0.02 * len(inputs))  # exceeds the noise of a busy machine
             sizes.append(len(inputs))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), targets).backward()
@@ -93,7 +93,7 @@ def exact(job: distrib.Job) -> None:
             parts = gathered((inputs, targets))
             group.append([torch.cat(part) for part in zip(*parts, strict=True)])
             if len(group) == STRATEGY.accumulate:
-                # Normalization takes each batch by itself; the mean is over the samples of all.
+                # Each batch is normalized by itself; the mean is over the samples of all batches.
                 samples = sum(len(ys) for _, ys in group)
                 reference_optimizer.zero_grad()
                 for xs, ys in group:
@@ -112,7 +112,7 @@ def exact(job: distrib.Job) -> None:
 
 
 def wrapped(job: distrib.Job) -> None:
-    """no_sync leaves gradients alone; rank 0 evaluates by itself; what is saved has the names of before."""
+    """Check no_sync, an evaluation on rank 0 only, and unchanged names in checkpoints."""
     plain = make_model()
     plain.middle = torch.compile(nn.Linear(2, 2), backend="eager")  # type: ignore[assignment]
     names = [name.replace("_orig_mod.", "") for name in plain.state_dict()]
@@ -133,7 +133,7 @@ def wrapped(job: distrib.Job) -> None:
     copied = copy.deepcopy(plain)
     with copied.no_sync() if hasattr(copied, "no_sync") else model.no_sync():
         pass
-    if job.is_main:  # the buffers would be waited for
+    if job.is_main:  # synchronized buffers would hang here
         model.eval()
         with torch.no_grad():
             model(inputs)
@@ -152,7 +152,7 @@ def wrapped(job: distrib.Job) -> None:
 
 
 def several(job: distrib.Job) -> None:
-    """Two models with an optimizer each, one of which has a parameter without gradient: both stay in step."""
+    """Train two models with an optimizer each, one with a frozen parameter; both stay identical."""
     first, second = make_model(), make_model()
     frozen = second[3].weight.requires_grad_(False)  # type: ignore[index,union-attr,operator]
     one = torch.optim.AdamW(first.parameters(), 1e-2)
@@ -171,7 +171,7 @@ def several(job: distrib.Job) -> None:
 
 
 def scaled(job: distrib.Job) -> None:
-    """With a GradScaler, a batch whose gradient is infinite on one rank costs one step, and no rank gets out of step."""
+    """Skip one step with a GradScaler if the gradient is infinite on one rank; ranks stay identical."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = job.prepare(model, optimizer, DataLoader(make_data(32 * job.world_size), 4))
@@ -202,7 +202,7 @@ def raises(words: str, work: Callable[[], object]) -> None:
 
 
 def mistakes(job: distrib.Job) -> None:
-    """Each is named, on every rank, and none waits for ever."""
+    """Report each mistake on every rank; no rank hangs."""
     for other, words in (
         (
             nn.Linear(2, 3),
@@ -251,7 +251,7 @@ def things(short: bool) -> Iterator[Any]:
 
 
 def unused(job: distrib.Job) -> None:
-    """What got no gradient is named before the other ranks wait for it."""
+    """Report parameters without gradients before the other ranks wait for them."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     inner = job.unwrap(model)
@@ -261,7 +261,7 @@ def unused(job: distrib.Job) -> None:
 
 
 def unwrapped(job: distrib.Job) -> None:
-    """A model that is trained past what `prepare` made of it is named, not left to each rank, also where that was evaluated first."""
+    """Refuse training that bypasses the prepared model, also after the prepared model was evaluated."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, _ = job.prepare(model, optimizer)
@@ -272,7 +272,7 @@ def unwrapped(job: distrib.Job) -> None:
 
 
 def again(job: distrib.Job) -> None:
-    """An optimizer that is prepared again, with its model, takes the steps that it took."""
+    """Prepare an optimizer and its model twice; the steps do not change."""
     model = make_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model, optimizer = job.prepare(job.unwrap(model), optimizer)
@@ -288,7 +288,7 @@ def again(job: distrib.Job) -> None:
 
 
 def nan(job: distrib.Job) -> None:
-    """A gradient that is no number is named, or left out everywhere."""
+    """Report a nan gradient, or skip its step on all ranks."""
     for on_nan in ("skip", "raise"):
         model = make_model()
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), on_nan=on_nan)
@@ -301,7 +301,7 @@ def nan(job: distrib.Job) -> None:
             if on_nan == "raise" and step == 2 and (STRATEGY.mode == "sync" or job.rank == 1):
                 raises(
                     r"step 2: the gradient of 0.weight \(and of \d+ more\) is nan or infinite on rank 1;",
-                    lambda optimizer=optimizer: (optimizer.step(), job.settle()),  # a GPU is not waited for in the step
+                    lambda optimizer=optimizer: (optimizer.step(), job.settle()),  # the step does not wait for a GPU
                 )
                 break
             optimizer.step()
@@ -311,7 +311,7 @@ def nan(job: distrib.Job) -> None:
 
 
 def outer(job: distrib.Job) -> None:
-    """The outer step is torch's SGD with Nesterov momentum on the mean way, and goes on from a checkpoint."""
+    """Match torch's SGD with Nesterov momentum for the outer step, also after a restored checkpoint."""
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = job.prepare(model, optimizer)
@@ -343,7 +343,7 @@ def outer(job: distrib.Job) -> None:
 
 
 def streamed(job: distrib.Job) -> None:
-    """In fragments and overlapped, the ranks learn, differ in between, and are the same after an epoch."""
+    """Train with fragments and overlap: ranks differ within an epoch, and are identical after it."""
     torch.manual_seed(job.rank)
     data = make_data(400)
     target = torch.randn(6, 3, generator=seeded(5))
@@ -374,7 +374,7 @@ def make_plain_model() -> nn.Module:
 
 
 def thrown_away(job: distrib.Job) -> None:
-    """What a script clears before it steps counts nowhere, as the generator's gradients that went through the discriminator."""
+    """Ignore gradients that the script clears before a step, such as a generator's through the discriminator."""
     generator = seeded(job.rank)
     for set_to_none in (True, False):
         model, reference = make_plain_model(), make_plain_model()
@@ -402,7 +402,7 @@ def thrown_away(job: distrib.Job) -> None:
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimization as most scripts have it: with steps of another name, and another optimizer inside."""
+    """Sharpness-aware minimization as in most scripts, with other step names and an inner optimizer."""
 
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, options)
@@ -428,7 +428,7 @@ class Sam(torch.optim.Optimizer):
 
 
 def uncounted(job: distrib.Job) -> None:
-    """A step that does not go through the prepared optimizer is named, with what to prepare; and then ranks agree."""
+    """Refuse a step that bypasses the prepared optimizer, and name the optimizer to prepare."""
 
     def steps(model: nn.Module, sam: Sam, count: int) -> None:
         for _ in range(count):
@@ -455,7 +455,7 @@ def uncounted(job: distrib.Job) -> None:
 
 
 def sharpness(job: distrib.Job) -> None:
-    """A loop that minimizes sharpness by hand computes its gradients elsewhere, and comes back nearly to where it was."""
+    """Minimize sharpness by hand: compute gradients at shifted parameters, and return nearly to the original ones."""
     plain = make_plain_model()
     model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     before = parameters_of(plain)
@@ -479,7 +479,7 @@ def sharpness(job: distrib.Job) -> None:
 
 
 def functional(job: distrib.Job) -> None:
-    """Gradients of torch.func, which the script sets by itself: of functions whose parameters were taken before any layer is come to."""
+    """Set gradients of torch.func, whose functions receive the parameters before any layer runs."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -517,7 +517,7 @@ def short_rounds(job: distrib.Job) -> None:
 
 
 def part(job: distrib.Job, left_out: set[int]) -> None:
-    """Rank 1 judges by itself that some of twelve batches make no step."""
+    """Skip the step of some of twelve batches on rank 1 only."""
     model = make_plain_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in range(12):
@@ -539,7 +539,7 @@ def parted_at_the_end(job: distrib.Job) -> None:
 
 
 def fused(job: distrib.Job) -> None:
-    """A fused optimizer takes its scale from a GradScaler: not from one that nobody counts for; and nothing grows with the steps."""
+    """Scale a fused optimizer by a GradScaler, refuse one that is not prepared, and leak no tensors."""
 
     def steps(scaler: torch.amp.GradScaler, count: int) -> None:
         model = make_plain_model()
@@ -566,7 +566,7 @@ def fused(job: distrib.Job) -> None:
 
 
 def late(job: distrib.Job) -> None:
-    """Where a nan is only known one step later, as on a GPU, it is told all the same, and no checkpoint has it."""
+    """Report a nan that is known one step later, as on a GPU, and write no checkpoint with it."""
     made = steps.NanGuard
     steps.NanGuard = lambda *words, **options: made(*words, **options | {"late": True})  # type: ignore[assignment,misc]
     path = Path(sys.argv[1]) / "late.pt"
@@ -580,7 +580,7 @@ def late(job: distrib.Job) -> None:
             inputs = torch.full((4, 6), float("nan") if step == 2 and job.rank == 1 else 1.0)
             model(inputs).sum().backward()
             optimizer.step()
-        model.load_state_dict(good)  # the nan is not in the gradients of the next step
+        model.load_state_dict(good)  # removes the nan from the gradients of the next step
         optimizer.zero_grad()
         model(torch.ones(4, 6)).sum().backward()
         if end == "a step":
@@ -602,7 +602,7 @@ class Stream(IterableDataset[Any]):
 
 
 def in_evaluation(job: distrib.Job) -> None:
-    """A model that is trained in evaluation mode, so that normalization stays as it is, is one that trains."""
+    """Train a model in evaluation mode, with fixed normalization."""
 
     def train(loader: Any) -> int:
         batches = 0
@@ -625,7 +625,7 @@ def in_evaluation(job: distrib.Job) -> None:
     assert train(stream) == 2
     with torch.no_grad():
         read = sum(1 for _ in stream)
-    assert sum(gathered(read)) == 2 * job.world_size + 1  # an evaluation leaves nothing out
+    assert sum(gathered(read)) == 2 * job.world_size + 1  # an evaluation reads all samples
     assert train(job.prepare(DataLoader(make_data(5 * job.world_size + 1), 4))) == 2
     torch.testing.assert_close(parameters_of(model), parameters_of(reference), rtol=0, atol=1e-5)
     single = job.prepare(DataLoader(make_data(2 * job.world_size + 1), 1))
@@ -633,7 +633,7 @@ def in_evaluation(job: distrib.Job) -> None:
 
 
 def stepped(job: distrib.Job) -> None:
-    """A script knows when a step was taken; and when it was left out."""
+    """Report in `job.stepped` if a step was taken or skipped."""
     model = make_plain_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), on_nan="skip")
     seen = []
@@ -649,7 +649,7 @@ def stepped(job: distrib.Job) -> None:
 
 
 def targets(job: distrib.Job) -> None:
-    """A model that does not learn, such as a copy to compare with, is rank 0's on every rank."""
+    """Broadcast a frozen model, such as a target network, from rank 0."""
     torch.manual_seed(job.rank)
     target = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).requires_grad_(False)
     target[1].running_mean.fill_(job.rank)  # type: ignore[operator,union-attr]
@@ -664,7 +664,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 
 def unfrozen(job: distrib.Job) -> None:
-    """A layer that is unfrozen later is named, or learns with the others once its model is prepared again."""
+    """Report a layer that is unfrozen later, or train it after its model is prepared again."""
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(6, 16).requires_grad_(False), nn.Linear(16, 3))
     inner = model
@@ -689,7 +689,7 @@ def unfrozen(job: distrib.Job) -> None:
 
 
 def frozen(job: distrib.Job) -> None:
-    """A layer that is frozen later is named before the other ranks wait for it, or its model is prepared again."""
+    """Report a layer that is frozen later before other ranks wait for it, or prepare its model again."""
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -703,7 +703,7 @@ def frozen(job: distrib.Job) -> None:
 
 
 def refrozen(job: distrib.Job) -> None:
-    """What learnt once, was frozen with its model prepared again and is unfrozen, is named: nobody averages it."""
+    """Report an unfrozen layer that was frozen when its model was prepared again, as it is not averaged."""
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
     inner = model
@@ -717,7 +717,7 @@ def refrozen(job: distrib.Job) -> None:
 
 
 class Pair(nn.Module):
-    """Two networks in one module, each with an optimizer of its own."""
+    """Two networks in one module, with an optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -730,7 +730,7 @@ class Pair(nn.Module):
 
 
 def in_turn(job: distrib.Job) -> None:
-    """After one backward the optimizers of a model step one after the other, and clear all gradients each."""
+    """Step two optimizers of a model after one backward; each clears all gradients."""
     torch.manual_seed(3)
     model = Pair()
     first = torch.optim.SGD(model.one.parameters(), lr=0.1)
@@ -746,7 +746,7 @@ def in_turn(job: distrib.Job) -> None:
 
 
 def one_model(job: distrib.Job) -> None:
-    """Two optimizers of one model, with a backward each, accumulate: what either steps with is everybody's mean."""
+    """Accumulate with two optimizers of one model, with a backward each; each step uses the mean of all ranks."""
     torch.manual_seed(3)
     model = Pair()
     optimizers = [torch.optim.SGD(half.parameters(), lr=0.01) for half in (model.one, model.two)]
@@ -762,7 +762,7 @@ def one_model(job: distrib.Job) -> None:
 
 
 def closures(job: distrib.Job) -> None:
-    """A closure's gradients are looked at before the step; an optimizer that searches by the loss does alike on all ranks."""
+    """Check a closure's gradients before the step. A line search takes identical decisions on all ranks."""
     model = make_plain_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), on_nan="skip")
     bad = 0
@@ -779,7 +779,7 @@ def closures(job: distrib.Job) -> None:
         optimizer.step(closure)
         assert torch.isfinite(parameters_of(model)).all()
         bad += torch.equal(parameters_of(model), before)
-    assert STRATEGY.mode != "sync" or bad == 1  # parameters change when the others tell of theirs, too
+    assert STRATEGY.mode != "sync" or bad == 1  # in other modes, updates of other ranks change parameters, too
     job.settle()
     assert_alike(job.unwrap(model))
 
@@ -809,7 +809,7 @@ def closures(job: distrib.Job) -> None:
 
 
 def handed_out(job: distrib.Job) -> None:
-    """What rank 0 alone has read, of an optimizer, a schedule and a GradScaler, all have when it is prepared."""
+    """Broadcast the state of an optimizer, schedule and GradScaler that only rank 0 loaded."""
     torch.manual_seed(3)
     model = make_plain_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -840,7 +840,7 @@ def handed_out(job: distrib.Job) -> None:
 
 
 def two_optimizers(job: distrib.Job) -> None:
-    """Where a parameter can have one common value only, the optimizer that is prepared last has it, and the other is refused."""
+    """Give a parameter to the optimizer prepared last, and refuse the other, where it can have only one."""
     torch.manual_seed(3)
     plain = make_plain_model()
     model, first = job.prepare(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
@@ -848,7 +848,7 @@ def two_optimizers(job: distrib.Job) -> None:
     middle = parameters_of(job.unwrap(model))
     second = job.prepare(torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
     if STRATEGY.mode != "async":
-        assert_alike(job.unwrap(model))  # what the first has come to
+        assert_alike(job.unwrap(model))  # the result of the first optimizer
     train(model, second, job.rank, 6)
     raises("Adam takes a step, and SGD, which was prepared after it, has its parameters: ", first.step)
     job.settle()
@@ -860,7 +860,7 @@ def two_optimizers(job: distrib.Job) -> None:
 
 
 def released(job: distrib.Job) -> None:
-    """Models that are trained one after the other are gone when they were released, with their optimizers."""
+    """Free released models and their optimizers, for models trained one after the other."""
     kept = []
     for _ in range(3):
         torch.manual_seed(3)
@@ -882,7 +882,7 @@ def released(job: distrib.Job) -> None:
 
 
 def evaluated_settled(job: distrib.Job) -> None:
-    """After `job.settle()` in the middle of a round all ranks evaluate the same model."""
+    """Evaluate identical models on all ranks after `job.settle()` within a round."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loaders = [DataLoader(make_data(8 * job.world_size), 2) for _ in range(2)]
@@ -901,7 +901,7 @@ def evaluated_settled(job: distrib.Job) -> None:
 
 
 def saved_within(job: distrib.Job) -> None:
-    """A checkpoint between two averages has the main rank's model, which is said; after `job.settle()` it has that of all."""
+    """Save the main rank's model between two averages, with a warning, and the mean after `job.settle()`."""
     model = make_plain_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     path = Path(sys.argv[1]) / "within.pt"
@@ -913,7 +913,7 @@ def saved_within(job: distrib.Job) -> None:
 
 
 class ScheduleFree(torch.optim.SGD):
-    """As schedule-free optimizers do, it keeps what the model is evaluated with beside the parameters."""
+    """Stores evaluation values beside the parameters, as schedule-free optimizers do."""
 
     def train(self) -> None:
         pass
@@ -929,12 +929,12 @@ def schedule_free(job: distrib.Job) -> None:
 
 
 def named_twice(job: distrib.Job) -> None:
-    """A parameter that an optimizer has twice, as where weights are tied, changes nothing about rounds."""
+    """Count rounds correctly for an optimizer that has a parameter twice, as with tied weights."""
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
+        warnings.simplefilter("ignore")  # torch warns of duplicates
         optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
     model, optimizer = job.prepare(model, optimizer)
     steps = STRATEGY.inner_steps or 0
@@ -946,7 +946,7 @@ def named_twice(job: distrib.Job) -> None:
 
 
 def half_frozen(job: distrib.Job) -> None:
-    """A layer that is frozen half-way stays as it is, whatever momentum it had."""
+    """Keep a layer unchanged after it is frozen, for any momentum."""
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
     model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
@@ -959,13 +959,13 @@ def half_frozen(job: distrib.Job) -> None:
 
 
 def complex_ones(job: distrib.Job) -> None:
-    """Horovod says so only of tensors, by their kind."""
+    """Raise an error for complex parameters, which Horovod only reports for each tensor."""
     model = nn.Linear(2, 2, dtype=torch.complex64)
     raises("weight is complex, which Horovod does not average", lambda: job.prepare(model))
 
 
 def hooks(job: distrib.Job) -> None:
-    """Hooks on what is saved and loaded see the model, also when they are registered after it was prepared."""
+    """Call state-dict hooks with the original model, also if registered after `prepare`."""
     model = job.prepare(make_plain_model())
     seen: list[type] = []
     model.register_state_dict_pre_hook(lambda module, *_: seen.append(type(module)))
@@ -975,7 +975,7 @@ def hooks(job: distrib.Job) -> None:
 
 
 def masks(job: distrib.Job) -> None:
-    """Buffers of the largest numbers stay what they are when they are averaged."""
+    """Keep the largest finite numbers in averaged buffers."""
     model = make_plain_model()
     model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -984,7 +984,7 @@ def masks(job: distrib.Job) -> None:
 
 
 def one_outer_step(job: distrib.Job) -> None:
-    """An epoch that ends as an exchange has been sent ends with that one outer step."""
+    """Take a single outer step if the epoch ends after the exchange was sent."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     loader = DataLoader(TensorDataset(torch.ones(4 * job.world_size, 1)), 1)
@@ -998,7 +998,7 @@ def one_outer_step(job: distrib.Job) -> None:
 
 
 def ported(job: distrib.Job) -> None:
-    """A model that a script has put into DistributedDataParallel itself is one of the job's, where ranks go in step."""
+    """Accept a model that the script wrapped in DistributedDataParallel in mode sync only."""
     own = nn.parallel.DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     if STRATEGY.mode != "sync":
@@ -1008,13 +1008,13 @@ def ported(job: distrib.Job) -> None:
     assert model is own
     train(model, optimizer, job.rank, 3)
     assert_alike(job.unwrap(model))
-    if job.is_main:  # its buffers would be waited for
+    if job.is_main:  # synchronized buffers would hang here
         with torch.no_grad():
             model(torch.ones(4, 6))
 
 
 class Net(nn.Module):
-    """What scripts ask of a model beside calling it."""
+    """A model with attributes and methods that scripts use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1038,7 +1038,7 @@ class Net(nn.Module):
 
 
 def itself(job: distrib.Job) -> None:
-    """What `prepare` gives back has the model's attributes, names and files: a script written for one GPU finds them."""
+    """Keep the model's attributes, names and files in the prepared model, for scripts written for one GPU."""
     plain = Net()
     names, size = list(plain.state_dict()), plain.size()
     model = job.prepare(plain)
@@ -1059,7 +1059,7 @@ def itself(job: distrib.Job) -> None:
     assert {"seen", "extra.weight"} < {*names} == {*model.state_dict()}
     pair = nn.ModuleDict({"one": model})
     kept = {name: torch.full_like(value, 3) for name, value in model.state_dict().items()}
-    prefixes = ("", "module.") if STRATEGY.mode == "sync" else ("",)  # as DistributedDataParallel writes it, too
+    prefixes = ("", "module.") if STRATEGY.mode == "sync" else ("",)  # DistributedDataParallel's prefix, too
     for (target, place), prefix in itertools.product(((model, ""), (pair, "one.")), prefixes):
         with torch.no_grad():
             plain.layers[0].weight.zero_()  # type: ignore[operator,union-attr]
@@ -1075,7 +1075,7 @@ def itself(job: distrib.Job) -> None:
     with pytest.raises(TypeError, match="'Net' object is not iterable"):
         iter(model)
     copied = copy.deepcopy(model)
-    again = copy.deepcopy(copied.requires_grad_(False))  # as YOLOv5 saves the mean of a model's past
+    again = copy.deepcopy(copied.requires_grad_(False))  # as YOLOv5 saves its averaged model
     assert torch.equal(again.half().extra.weight, plain.extra.weight.half())
     file = io.BytesIO()
     torch.save(model, file)
@@ -1083,15 +1083,15 @@ def itself(job: distrib.Job) -> None:
     whole = torch.load(file, weights_only=False)
     assert type(whole) is Net and torch.equal(parameters_of(whole), parameters_of(plain))
     file.seek(0)
-    with torch.serialization.safe_globals([*map(type, plain.modules())]):  # what a file of the model alone would want
+    with torch.serialization.safe_globals([*map(type, plain.modules())]):  # types of the original model's file
         assert type(torch.load(file, weights_only=True)) is Net
 
 
 def compiled(job: distrib.Job) -> None:
-    """A model is compiled before it is prepared, or after."""
+    """Compile a model before or after it is prepared."""
     for before in (True, False):
         torch.manual_seed(5)
-        plain = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300))  # large enough for buckets of our size
+        plain = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300))  # large enough for distrib's buckets
         model = torch.compile(plain, backend="eager") if before else plain
         model, optimizer = job.prepare(model, torch.optim.SGD(plain.parameters(), lr=0.1))
         if not before:
@@ -1102,7 +1102,7 @@ def compiled(job: distrib.Job) -> None:
 
 
 class Agent(nn.Module):
-    """As those of reinforcement learning, which have no `forward`."""
+    """An agent of reinforcement learning, without `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1120,7 +1120,7 @@ class Agent(nn.Module):
 
 
 class Caller(Agent):
-    """The same, which is called as well."""
+    """An agent with `forward`."""
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         choices, value = self.act(seen)
@@ -1128,7 +1128,7 @@ class Caller(Agent):
 
 
 def methods(job: distrib.Job) -> None:
-    """Gradients of declared methods are averaged; one that the model does not have is named."""
+    """Average gradients of declared methods, and report a declared method that the model does not have."""
     raises(
         "Linear has no method loss", lambda: job.prepare(nn.Linear(2, 2), methods=["loss"])
     ) if STRATEGY.mode == "sync" else None
@@ -1172,7 +1172,7 @@ def methods(job: distrib.Job) -> None:
 
 
 def apart(job: distrib.Job, before: int = 5, after: int = 6) -> None:
-    """What one rank changes by itself, after training has begun, is told of."""
+    """Report that one rank changed a parameter after training began."""
     model = make_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, optimizer, job.rank, before)
@@ -1183,12 +1183,12 @@ def apart(job: distrib.Job, before: int = 5, after: int = 6) -> None:
 
 
 def apart_later(job: distrib.Job) -> None:
-    """The same between two of the steps at which that is looked for."""
+    """Report a change between two of the steps with a divergence check."""
     apart(job, 12, 20)
 
 
 def by_hand(job: distrib.Job) -> None:
-    """A script updates parameters without an optimizer: replicas stay identical only if gradients are averaged in backward."""
+    """Update parameters without an optimizer. Replicas are identical only if backward averages gradients."""
     torch.manual_seed(3)
     model = job.prepare(make_plain_model())
     for _ in range(3):
@@ -1202,7 +1202,7 @@ def by_hand(job: distrib.Job) -> None:
 
 
 def unequal(job: distrib.Job) -> None:
-    """Rank 1 leaves out steps."""
+    """Skip steps on rank 1."""
     plain = nn.Sequential(nn.Linear(6, 3))
     model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     for step in range(8):
@@ -1213,9 +1213,9 @@ def unequal(job: distrib.Job) -> None:
 
 
 def averaged(job: distrib.Job) -> None:
-    """A prepared model can be copied; the mean of its past is saved under the names of before."""
+    """Copy a prepared model, and save its averaged model under the original names."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300))  # large enough for an all-reduce of ours
+    model = nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300))  # large enough for distrib's all-reduce
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     train(model, optimizer, job.rank, 2)
     twin, mean = copy.deepcopy(model), swa_utils.AveragedModel(model)
@@ -1240,7 +1240,7 @@ def averaged(job: distrib.Job) -> None:
 
 
 def normalized(job: distrib.Job) -> None:
-    """Without running means rank 0 evaluates alone all the same; and what scripts have converted by torch's function works here, too."""
+    """Evaluate on rank 0 only without running means, and accept layers that torch's function converted."""
     layer = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1))
     converted = job.prepare(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layer)))
     model, _ = job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), sync_batchnorm=True)
@@ -1256,7 +1256,7 @@ def normalized(job: distrib.Job) -> None:
 
 
 def sparse(job: distrib.Job) -> None:
-    """Sparse gradients are averaged as they are, whatever rows each rank has read."""
+    """Average sparse gradients as sparse, for any rows on each rank."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True, padding_idx=0), nn.Linear(3, 1)).double()
     reference, ranks = copy.deepcopy(model), job.world_size
@@ -1275,7 +1275,7 @@ def sparse(job: distrib.Job) -> None:
 
 
 def momentum(job: distrib.Job) -> None:
-    """The outer momentum outlives a layer's unfreezing, and a restart with other fragments."""
+    """Keep the outer momentum after a layer is unfrozen, and after a restart with other fragments."""
     path = Path(sys.argv[1]) / "momentum.pt"
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(6, 16).requires_grad_(False), nn.Linear(16, 3))

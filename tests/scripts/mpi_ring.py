@@ -1,4 +1,4 @@
-"""Sends a token round a ring with mpi4py alone; knows nothing of distrib."""
+"""Send a token round a ring with mpi4py, without distrib."""
 
 from mpi4py import MPI
 

@@ -1,7 +1,7 @@
-"""Runs another script on ranks that share a GPU: `on_one_gpu.py SCRIPT [ARGS]`.
+"""Run another script on ranks that share a GPU: `on_one_gpu.py SCRIPT [ARGS]`.
 
-NCCL gives no GPU to two ranks of one host: each says that it is a host of its own, and they talk by sockets. Tensors that the
-script makes without saying where come to be on the GPU.
+NCCL refuses one GPU for two ranks of a host. Each rank therefore claims its own host, and NCCL uses sockets. Tensors
+without an explicit device are on the GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # a launcher was told to leave GPUs alone, as it gives none to two ranks
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the launcher hid the GPUs, as it assigns none to two ranks
 os.environ["DISTRIB_DEVICE"] = "cuda:0"
 os.environ["NCCL_HOSTID"] = f"host of rank {os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('RANK')}"
 torch.set_default_device("cuda:0")

@@ -1,4 +1,4 @@
-"""What scripts do to gradients, parameters and layers by themselves; prints what came of it. `own_hands.py [NAME ...]`."""
+"""Change gradients, parameters and layers by hand, and print the results: `own_hands.py [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distrib
 
-warnings.simplefilter("ignore")  # torch.nn.utils.weight_norm is an old way
+warnings.simplefilter("ignore")  # torch.nn.utils.weight_norm is deprecated
 
 
 class Functional(nn.Module):
-    """A layer that is called in the first step, and used without being called later."""
+    """A layer that is called in the first step, and later used without a call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A training whose checkpoint is in the working directory: `restarts.py EPOCHS [START:RANK:EPOCH:WHAT ...]`, WHAT a word to fail with, or `wait`.
+"""Train with a checkpoint in the working directory: `restarts.py EPOCHS [START:RANK:EPOCH:WHAT ...]`.
 
-Prints the digest of its parameters at the end, and a line for each epoch.
+WHAT is the text of an error, or `wait`. The script prints a line per epoch, and checksums of its parameters.
 """
 
 from __future__ import annotations

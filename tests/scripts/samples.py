@@ -1,4 +1,4 @@
-"""What two ranks read of datasets and samplers that differ between them."""
+"""Let two ranks read datasets and samplers that differ between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMBERS = torch.arange(24.0)[:, None]
 
 
 class Sharing(Sampler[int]):
-    """As timm's and torchvision's have it: a rank's share, by their own arithmetic."""
+    """A rank's shard by its own arithmetic, as in timm and torchvision."""
 
     def __init__(self, rank: int, replicas: int) -> None:
         self.rank, self.num_replicas, self.epoch = rank, replicas, -1
@@ -30,7 +30,7 @@ class Sharing(Sampler[int]):
 
 
 class Drawn(Sampler[int]):
-    """Random numbers of its own."""
+    """A sampler with its own random numbers."""
 
     def __len__(self) -> int:
         return len(NUMBERS)
@@ -54,7 +54,7 @@ job = distrib.init()
 
 
 def seen(loader) -> list[int]:
-    """The numbers that all ranks have read in an epoch, in order."""
+    """Return the samples that all ranks have read in an epoch, in order."""
     model, optimizer = nn.Linear(1, 1), None
     model = job.prepare(model)
     optimizer = job.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -71,7 +71,7 @@ def seen(loader) -> list[int]:
 once = [1] * len(NUMBERS)
 loaded = TensorDataset(NUMBERS)
 
-# The same in another folder, numbers that were rounded differently, and a split that was seeded.
+# The same files in another folder, numbers with other rounding, and a seeded split are accepted.
 rounded = NUMBERS.repeat(1, 3) * (1 + 1e-7 * job.rank)
 files = [f"/data{job.rank}/{number:02}" for number in range(24)]
 job.prepare(DataLoader(TensorDataset(rounded)), DataLoader(Files(files)), DataLoader(range(9)))
@@ -79,10 +79,10 @@ torch.manual_seed(3)
 for part in random_split(loaded, [20, 4]):
     job.prepare(DataLoader(part))
 
-# A sampler with random numbers of its own: told at the job's first step.
+# A sampler with random numbers per rank causes a warning at the job's first step.
 assert seen(job.prepare(DataLoader(loaded, batch_size=3, sampler=Drawn()))) != once
 
-# Whoever shares samples out by itself is let.
+# A sampler that shards samples itself is accepted.
 loader = job.prepare(DataLoader(loaded, batch_size=3, sampler=Sharing(job.rank, 2)))
 loader.sampler.set_epoch(7)
 assert seen(loader) == once
@@ -96,7 +96,7 @@ try:
 except TrainingError as error:
     assert "Sharing shards for 3 rank(s), expected 2" in str(error)
 
-# Other choices are refused.
+# Different subsets are refused.
 split = random_split(loaded, [20, 4], torch.Generator().manual_seed(job.rank))
 slices = [loaded, Subset(Files([f"{number:02}" for number in range(24)]), range(job.rank, len(NUMBERS), 2))]
 for parts in (split, slices):

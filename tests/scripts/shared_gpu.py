@@ -1,6 +1,7 @@
-"""Trains on the device of DISTRIB_DEVICE, which all ranks may share, and prints what was learnt and with `nan` what one of rank 1 is called.
+"""Train on the GPU of DISTRIB_DEVICE, which all ranks may share, and print parameter checksums.
 
-With `gloo` a GPU's tensors travel by Gloo. NCCL gives no GPU to two ranks of a host: else each says that it is a host of its own.
+`nan`: then train on nan inputs on rank 1 and print the error. `gloo`: send the GPU's tensors by Gloo. NCCL refuses
+one GPU for two ranks of a host. Each rank therefore claims its own host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`starts.py WHAT ...`: what each start of a job does, by its number, in rank 0: a word to fail with, `wait`, or nothing more."""
+"""Fail, wait or finish in rank 0 at each start of a job, by its number: `starts.py WHAT ...`."""
 
 from __future__ import annotations
 

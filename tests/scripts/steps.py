@@ -1,8 +1,11 @@
-"""A script of so many steps that computes for a known time: `steps.py STEPS SECONDS ELEMENTS [how]`; prints its last loss.
+"""Take steps of known compute time and print the last loss: `steps.py STEPS SECONDS ELEMENTS [how]`.
 
-`how`: a file for a profile, or what is different: thread, unprepared, no-backward, two-optimizers; `accumulates`: a step of
-the optimizer after four batches; `hiccup`: one step takes a second longer; `loads`: two processes load the data, with 3 ms of
-processor time for each sample; `bursts`: four processes load the data, 0.1 s for each sample.
+`how` is a file for a profile, or a variation:
+    thread, unprepared, no-backward, two-optimizers
+    accumulates    a step of the optimizer after four batches
+    hiccup         one step takes a second longer
+    loads          two processes load the data, with 3 ms of CPU time per sample
+    bursts         four processes load the data, 0.1 s per sample
 """
 
 import sys
@@ -20,7 +23,7 @@ how = sys.argv[4] if len(sys.argv) > 4 else ""
 
 
 class Work(torch.autograd.Function):
-    """Stands for layers: sleeps in forward and, twice as long, in backward."""
+    """A stand-in for layers: sleeps in forward and, twice as long, in backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -91,5 +94,5 @@ def main():
     job.print(f"loss {loss.item():.9f} after {done} steps")
 
 
-if __name__ == "__main__":  # from Python 3.14 on, processes that load read this file
+if __name__ == "__main__":  # from Python 3.14 on, loader processes import this file
     main()

@@ -1,4 +1,4 @@
-"""Prints ten times a second until a file named `enough` is in the working directory."""
+"""Print ten times a second until a file named `enough` is in the working directory."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A script written for torchrun: `env://`, LOCAL_RANK, and no argument that says where it runs."""
+"""Run as a script for torchrun: `env://`, LOCAL_RANK, and no arguments."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Trains 20 steps on samples in order, then on shuffled ones, and saves the parameters: `truth.py FOLDER BATCH_SIZE SAMPLES`."""
+"""Train 20 steps on ordered, then on shuffled samples, and save parameters: `truth.py FOLDER BATCH_SIZE SAMPLES`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_data(samples: int) -> TensorDataset:
 
 def train(job: distrib.Job, out: Path, batch_size: int, samples: int, *, shuffle: bool) -> None:
     model = make_model()
-    if job.rank > 0:  # the parameters of rank 0 are what counts
+    if job.rank > 0:  # the parameters of rank 0 must win
         torch.nn.init.zeros_(model[0].weight)  # type: ignore[index,arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(3)

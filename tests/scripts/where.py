@@ -1,4 +1,4 @@
-"""Prints the name of the host it runs on."""
+"""Print the name of the host."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Two ranks of a script that wraps models itself: in DistributedDataParallel, its join(), and FSDP."""
+"""Wrap models by hand on two ranks: DistributedDataParallel, its join(), and FSDP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refused(words: str, *things: object, steps: int = 0, **options: object) -> N
         assert words in str(error), error
 
 
-# Nobody is told that each rank trains a model of its own.
+# No warning is expected, though each rank trains its own model.
 own = DistributedDataParallel(nn.Linear(4, 1))
 train(own, torch.optim.SGD(own.parameters(), lr=0.1), 1)
 sharded = fully_shard(nn.Linear(4, 1))
@@ -38,7 +38,7 @@ optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
 train(sharded, optimizer, 1)
 refused("the parameters of FSDPLinear are sharded", sharded, optimizer)
 
-# As with DDP itself; and nobody is told that ranks train apart, as they do not.
+# The result equals DDP's, and no divergence warning is expected.
 torch.manual_seed(2)
 ours, theirs = nn.Linear(4, 1), DistributedDataParallel(nn.Linear(4, 1))
 theirs.module.load_state_dict(ours.state_dict())
@@ -54,5 +54,5 @@ for words, model, options in (
     ("the ranks compare their batches", nn.Linear(4, 1), {"accumulate": 2}),
 ):
     refused(words, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, **options)
-job.accumulate(1)  # of all that was prepared
+job.accumulate(1)  # applies to all prepared optimizers
 print("all is well")
