@@ -1,4 +1,4 @@
-"""Fixtures: launch commands, virtual clusters, and a watch that fails a test which leaves anything behind."""
+"""Fixtures: launch commands, virtual clusters, and a check that fails a test which leaves anything behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOPO = BIN / "distrib-topo"
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "DISTRIB_TEST_SESSION"
 
-# How long an example takes says more of the machine than of what it tries.
+# The duration of an example depends more on the machine than on the example.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
@@ -41,7 +41,7 @@ HAS_GPU = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
     if HAS_GPU and not _is_for_gpus(config):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests are of CPUs, and have more ranks than there are GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests use CPUs, and have more ranks than there are GPUs
     if os.environ.get("DISTRIB_TEST_CLUSTER") == "required" and (why := why_unavailable()):
         pytest.exit(f"the virtual cluster is required but cannot be built here: {why}", returncode=3)
 
@@ -53,7 +53,7 @@ def _is_for_gpus(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     why = why_unavailable()
     no_gpu = "" if HAS_GPU and _is_for_gpus(config) else "pytest -m gpu runs it" if HAS_GPU else "no NVIDIA GPU here"
-    items.sort(key=lambda item: "alone" in item.keywords)  # the others need not wait for these
+    items.sort(key=lambda item: "alone" in item.keywords)  # the other tests need not wait for these
     for item in items:
         if "cluster" in item.keywords and why:
             item.add_marker(pytest.mark.skip(reason=f"no virtual cluster: {why}"))
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def our_processes() -> dict[int, str]:
-    """Processes on this machine that this test session started, directly or not, by command line."""
+    """Return the processes that this test session started on this machine, directly or not: number to command line."""
     mark = f"{MARK}={os.getpid()}".encode()
     found = {}
     for entry in Path("/proc").iterdir():
@@ -78,14 +78,14 @@ def our_processes() -> dict[int, str]:
 
 @pytest.fixture(autouse=True)
 def its_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where several processes run tests (`pytest -n`), one that is marked `alone` waits until no other test runs."""
+    """Run a test marked `alone` only while no other test runs (`pytest -n`)."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
     with (tmp_path_factory.getbasetemp().parent / "turns").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH)
         yield
-        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that the test forked
+        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes forked by the test
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test after which processes, namespaces, variables or files are there that were not there before."""
+    """Fail a test that leaves processes, namespaces, variables or files behind."""
     environ = dict(os.environ)
     processes = set(our_processes())
     files = set(os.listdir(ROOT)) | set(os.listdir(ROOT / "tests"))
@@ -125,7 +125,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def bring_up() -> Iterator[Callable[[Cluster], None]]:
-    """Brings virtual clusters up, and takes all of them down when the test ends, however it ends."""
+    """Bring virtual clusters up, and take all of them down when the test ends."""
     with contextlib.ExitStack() as downs:
 
         def up(cluster: Cluster) -> None:
@@ -137,7 +137,7 @@ def bring_up() -> Iterator[Callable[[Cluster], None]]:
 
 @pytest.fixture
 def make_cluster(bring_up: Callable[[Cluster], None]) -> Callable[..., Cluster]:
-    """Builds virtual clusters that last as long as the test."""
+    """Build virtual clusters that last as long as the test."""
 
     def build(hosts: int, **options: Any) -> Cluster:
         cluster = Cluster(hosts, **options)
@@ -150,7 +150,7 @@ def make_cluster(bring_up: Callable[[Cluster], None]) -> Callable[..., Cluster]:
 def call(
     main: Callable[[list[str]], int], *words: object, cwd: Path | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """What a command does, as if it ran by itself with pipes for its output, in this process: a start of Python takes longer."""
+    """Run a command in this process with captured output. A separate Python would take longer to start."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -169,7 +169,7 @@ def call(
 
 
 class Run:
-    """A finished launch: exit code, what it printed, and `result.json`."""
+    """Finished launch: exit code, output and `result.json`."""
 
     def __init__(self, process: subprocess.CompletedProcess[str], run_dir: Path, seconds: float) -> None:
         self.code = process.returncode
@@ -189,7 +189,7 @@ class Run:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Run]:
-    """Runs `distrib-launch` to its end, here or on a cluster's host, and says how it went."""
+    """Run `distrib-launch` to its end, here or on a host of a cluster, and return its `Run`."""
     count = 0
 
     def run(

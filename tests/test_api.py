@@ -54,7 +54,7 @@ def test_a_function_runs_on_every_rank_and_its_values_come_back(tmp_path):
 def test_hosts_may_be_a_dict_of_slots():
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert distrib_launch.run(scaled, 1, hosts={"localhost": 2}).world_size == 2
-        with pytest.raises(ConfigError, match="exclude"):  # both count
+        with pytest.raises(ConfigError, match="exclude"):  # both names are excluded
             distrib_launch.run(scaled, 1, hosts=["localhost", "127.0.0.1"], exclude=["localhost", "127.0.0.1"])
 
 
@@ -127,7 +127,7 @@ def test_every_rank_that_fails_by_itself_has_its_own_error():
         distrib_launch.run(JOB, "0:raise", "1:exit=3", "2:signal=11", np=3, quiet=True, run_dir="run")
     errors = caught.value.errors
     for rank, word in ((0, "RuntimeError: boom in rank 0"), (1, "exit code 3"), (2, "killed by SIGSEGV")):
-        # A rank that was stopped before it got so far has no error of its own.
+        # A rank that the launcher stopped before its failure has no error of its own.
         assert rank not in errors or word in errors[rank]
     assert caught.value.result.first_failure.rank in errors
 

@@ -1,4 +1,4 @@
-"""Where the stream of gradients is cut."""
+"""Bucket boundaries in the stream of gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ wires = st.builds(
 
 @st.composite
 def gradients(draw, most=40):
-    """Sizes, all multiples of four, and when each is ready, in order."""
+    """Draw gradient sizes (multiples of four) and their ready times, in order."""
     sizes = draw(st.lists(st.integers(1, 1 << 20).map(lambda n: 4 * n), min_size=1, max_size=most))
     waits = draw(st.lists(st.floats(0, 0.1), min_size=len(sizes), max_size=len(sizes)))
     return sizes, list(itertools.accumulate(waits))
@@ -52,7 +52,7 @@ def test_a_cut_covers_every_byte_once(stream, wire, largest):
 @settings(deadline=None, max_examples=30)
 def test_no_cut_at_the_ends_of_gradients_is_better(stream, wire):
     sizes, ready = stream
-    sizes = [size + (1 << 20) for size in sizes]  # none so small that it is put together with its neighbour
+    sizes = [size + (1 << 20) for size in sizes]  # too large to be merged with its neighbour
     mine = finish_seconds(optimal_bounds(sizes, ready, wire), sizes, ready, wire)
     ends = list(itertools.accumulate(sizes))
     for count in range(len(sizes)):
@@ -74,7 +74,7 @@ def test_a_slow_wire_starts_early_and_a_costly_piece_is_large():
     eager = optimal_bounds(
         sizes, ready, AllReduceCost(overhead_seconds=1e-4, seconds_per_byte=12e-9, inside_seconds_per_byte=1e-9)
     )
-    assert eager[0] <= 4 << 20  # gone before the second gradient is ready
+    assert eager[0] <= 4 << 20  # sent before the second gradient is ready
     lazy = optimal_bounds(sizes, ready, AllReduceCost(overhead_seconds=1.0, seconds_per_byte=12e-9))
     assert lazy == (40 << 20,)
 
@@ -104,7 +104,7 @@ def test_what_is_tried_covers_every_byte_and_ends_with_ddps_own_buckets(stream, 
     tried = candidate_bounds(sizes, ready, wire)
     assert all(sum(lengths(ends)) == sum(sizes) and min(lengths(ends)) > 0 for ends in tried)
     assert tried[-1] == ddp_bounds(sizes)
-    if len(tried) == 1:  # the wire waits for the ranks
+    if len(tried) == 1:  # compute-bound: the network waits for the ranks
         assert sum(sizes) * wire.seconds_per_byte < finish_seconds(tried[0], sizes, ready, wire) / 2
 
 
@@ -113,7 +113,7 @@ def test_on_a_slow_wire_the_clock_decides_between_cuts_that_a_model_finds_alike(
     slow = AllReduceCost(overhead_seconds=2e-5, seconds_per_byte=45e-9)
     best, coarse, short, plain = candidate_bounds(sizes, ready, slow)
     late, soon = (finish_seconds(ends, sizes, ready, slow) for ends in (plain, best))
-    assert soon > (1 - MIN_GAIN_FRACTION) * late  # no reason for the model to prefer one
+    assert soon > (1 - MIN_GAIN_FRACTION) * late  # too close for the model to decide
     assert (
         max(lengths(short)) <= MAX_BUCKET_SECONDS / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
     )
@@ -137,7 +137,7 @@ def test_ddps_buckets_end_where_a_gradient_does(sizes):
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=4, unique=True), st.floats(0, 100))
 def test_the_trial_ignores_the_first_step_of_each_turn(paces, disturbance):
-    """The first step of each turn is long here; the medians are the pace of the others."""
+    """The first step of each turn is slow here. The medians equal the pace of the other steps."""
     autotuner = BucketAutotuner([(number,) for number in range(len(paces))])
     now, last = 0.0, None
     autotuner.on_step_end(now)

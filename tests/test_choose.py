@@ -1,4 +1,4 @@
-"""Which hosts, slots and GPUs take part: `--include`, `--exclude`, `--gpu-type`, `--spread`, `-np`."""
+"""Selection of hosts, slots and GPUs: `--include`, `--exclude`, `--gpu-type`, `--spread`, `-np`."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_keys_and_ports_in_what_to_do_about_ssh():
 
 
 def test_closing_ends_those_who_wait_for_an_answer(tmp_path):
-    """Ctrl-C while hosts are asked: nobody waits for an answer whose pipe somebody else keeps open."""
+    """Ctrl-C ends a query even if another process holds the pipe of the reply open."""
     connections = HostSessions()
     ended = threading.Event()
     file = tmp_path / "pid"

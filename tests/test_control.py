@@ -1,4 +1,4 @@
-"""The control channel: whoever lacks the token gets nothing in, and nothing stalls or crashes."""
+"""Control channel: clients without the token are rejected, and no client stalls or crashes the launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN = new_token()
 
 
 def pair(token: str = TOKEN) -> tuple[Channel, Channel]:
-    """A listener's and a caller's channel, with hands shaken."""
+    """Return a listener's and a caller's channel after their handshake."""
     a, b = socket.socketpair()
     listener, caller = Channel(a, TOKEN, listener=True), Channel(b, token, listener=False)
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_frames_arrive_whole_and_in_order(frames):
 
 
 def captured(frames: int) -> tuple[Channel, list[bytes]]:
-    """A listener, and frames for it as they stand on the wire, not yet delivered."""
+    """Return a listener and the encoded frames for it, not yet delivered."""
     listener, caller = pair()
     wire = []
     for number in range(frames):
@@ -84,7 +84,7 @@ def test_a_changed_frame_is_refused(data):
     changed = bytearray(wire)
     changed[position] ^= data.draw(st.integers(1, 255))
     try:
-        # A longer length makes the listener wait for more, which is no acceptance either.
+        # With a larger length the listener waits for more bytes, and accepts nothing either.
         assert deliver(listener, bytes(changed)) == []
     except ProtocolError:
         pass
@@ -154,7 +154,7 @@ def test_a_huge_frame_is_refused_before_it_is_read():
 
 
 def attack(address: tuple[str, int], token: bytes, seed: int, frames: int) -> tuple[int, int]:
-    """Send random and mutated frames, one connection each; count connections and answers beyond the greeting."""
+    """Send random and mutated frames, one connection each. Count connections and reply bytes after the greeting."""
     rng = random.Random(seed)
     stranger_token = new_token()
     connections = answers = 0
@@ -170,11 +170,11 @@ def attack(address: tuple[str, int], token: bytes, seed: int, frames: int) -> tu
             kind = rng.randrange(5)
             if kind == 0:  # noise
                 data: bytes | bytearray = rng.randbytes(rng.randrange(1, 400))
-            elif kind == 1:  # a nonce and a wrong proof, then a frame without a right signature
+            elif kind == 1:  # a nonce and a wrong proof, then a frame with an invalid signature
                 body = rng.randbytes(rng.randrange(0, 100))
                 frame = HEADER.pack(len(body), rng.randrange(256)) + body + rng.randbytes(16)
                 data = rng.randbytes(NONCE_BYTES + PROOF_BYTES) + frame
-            elif kind < 4:  # one that speaks the protocol and lacks the token; a true proof with one bit changed
+            elif kind < 4:  # a proof by a wrong token; a correct proof with one bit changed
                 a, b = socket.socketpair()
                 forger = Channel(a, stranger_token if kind == 2 else token.decode(), listener=False)
                 b.sendall(greeting)
@@ -184,7 +184,7 @@ def attack(address: tuple[str, int], token: bytes, seed: int, frames: int) -> tu
                     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
                 a.close()
                 b.close()
-            else:  # a header that announces too much, or the greeting sent back
+            else:  # the greeting sent back and a header of any length
                 data = greeting + HEADER.pack(rng.randrange(1 << 32), rng.randrange(256))
             sock.sendall(data)
             if rng.random() < 0.5:
@@ -229,7 +229,7 @@ def test_ten_thousand_attacks_on_a_running_job(tmp_path):
     assert sum(connections for connections, _ in counts) == 10_000
     assert sum(answers for _, answers in counts) == 0
     gaps = [b - a for (a, _), (b, _) in itertools.pairwise(lines)]
-    assert max(gaps) < 4.5, "the job's output stalled"  # a stranger may hold a connection for 5 s
+    assert max(gaps) < 4.5, "the job's output stalled"  # an unauthenticated client may hold a connection for 5 s
     assert process.poll() is None, "the launcher fell over"
     (tmp_path / "enough").touch()
     process.wait(timeout=200)
@@ -242,7 +242,7 @@ def test_ten_thousand_attacks_on_a_running_job(tmp_path):
 
 
 def token_of_own_job() -> bytes:
-    """The token, as it stands in the environment of a rank process that this test started."""
+    """Return the token from the environment of a rank process that this test started."""
     mark = f"{MARK}={os.getpid()}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         variables = read(f"/proc/{pid}/environ").split(b"\0")
@@ -261,7 +261,7 @@ def read(path: str) -> bytes:
 
 
 def test_a_silent_stranger_is_dropped_and_keeps_nobody_out():
-    # The supervisor limits strangers by number and time; here: the channel alone never blocks on one.
+    # The supervisor limits unauthenticated clients by number and time. Here: the channel alone never blocks on one.
     a, b = socket.socketpair()
     channel = Channel(a, TOKEN, listener=True)
     channel.flush()
@@ -274,7 +274,7 @@ def test_a_silent_stranger_is_dropped_and_keeps_nobody_out():
 
 
 def test_a_door_before_which_many_stand_hangs_up_on_none():
-    """Of a thousand ranks more may call at once than are listened to; the others wait in the kernel's queue."""
+    """More ranks than the listener's limit may connect at once. The other ranks wait in the kernel's queue."""
     met = []
 
     def welcome(channel, hello):

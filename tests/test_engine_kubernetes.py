@@ -1,4 +1,4 @@
-"""`--engine kubernetes`: the manifest, against the schema of MPIJobs and against the Dockerfile whose image it names."""
+"""`--engine kubernetes`: the manifest, checked against the MPIJob schema and the Dockerfile of its image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.conftest import LAUNCH, ROOT
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas/mpijob-v2beta1.json").read_text())
 CRD = os.environ.get("DISTRIB_MPIJOB_CRD")
-"""The published definition, manifests/base/kubeflow.org_mpijobs.yaml of the operator, where somebody has it at hand."""
+"""Path of the operator's published definition, manifests/base/kubeflow.org_mpijobs.yaml, if there is a copy."""
 
 HOSTS = ("-H", "w[1-4]:8")
 IMAGE = ("--engine", "kubernetes", "--image", "registry.example/distrib:1")
@@ -32,7 +32,7 @@ SCRIPT = "examples/train_cnn.py"
 
 @pytest.fixture
 def manifest(launch):
-    """The manifest that the command prints, as `kubectl` would read it."""
+    """Return a function that parses the printed manifest as `kubectl` would."""
 
     def read(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
         run = launch(*IMAGE, *arguments, env=env)
@@ -62,7 +62,7 @@ def test_the_plan_becomes_workers_and_slots(manifest):
     assert container(job, "Worker")["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert "limits" not in container(job, "Launcher")["resources"]
     command = container(job, "Launcher")["command"]
-    # Without --run-dir the launcher inside would choose by itself; the fixture gives one.
+    # Without --run-dir the launcher in the pod would choose a folder. The fixture sets one.
     assert command[:3] == ["distrib-launch", "-H", "/etc/mpi/hostfile"]
     assert command[-3:] == [SCRIPT, "--epochs", "3"]
     assert re.fullmatch(r"train-cnn-[0-9a-f]{8}", job["metadata"]["name"])
@@ -85,7 +85,7 @@ def test_options_for_the_job_travel_and_those_for_the_hosts_do_not(manifest):
     assert script == [SCRIPT, "--timeout", "5"]
     assert ours[ours.index("--timeout") :][:2] == ["--timeout", "7200"]
     assert "--quiet" in ours
-    assert ours[-2:] == ["-x", "LEARNING_RATE"]  # NCCL_ is passed on by itself
+    assert ours[-2:] == ["-x", "LEARNING_RATE"]  # NCCL_ variables need no -x
     assert not {"--exclude", "--mpirun", "--engine", "--image"} & set(ours)
     env = {item["name"]: item["value"] for item in container(job, "Launcher")["env"]}
     assert (env["NCCL_DEBUG"], env["LEARNING_RATE"]) == ("INFO", "0.1")
@@ -227,7 +227,7 @@ def test_any_script_makes_a_valid_name(manifest, script):
 
 
 def expand(text: str, variables: dict[str, str]) -> str:
-    """What Kubernetes makes of `$(NAME)` and `$$` in commands and variables, after its documentation."""
+    """Expand `$(NAME)` and `$$` in commands and variables as the documentation of Kubernetes describes."""
     return re.sub(
         r"\$(\$|\(([^()]*)\))", lambda m: "$" if m[1] == "$" else variables.get(m[2], m[0]), text, flags=re.DOTALL
     )
@@ -249,7 +249,7 @@ def published() -> dict[str, Any]:
 
 
 def unknown_fields(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
-    """Fields that a server would drop, or refuse: those that the definition does not name."""
+    """Return the fields that the definition does not name. A server drops or rejects them."""
     if isinstance(value, list):
         return [name for item in value for name in unknown_fields(item, schema.get("items", {}), f"{path}[]")]
     if not isinstance(value, dict) or schema.get("x-kubernetes-preserve-unknown-fields"):
@@ -293,7 +293,7 @@ DOCKERFILE = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
 
 
 def written_by_dockerfile(path: str) -> str:
-    """The file that a `printf ... > path` of the Dockerfile makes."""
+    """Return the file that a `printf ... > path` of the Dockerfile writes."""
     (words,) = re.findall(rf"printf ((?:'[^']*' *)+) *> {re.escape(path)}", DOCKERFILE)
     return subprocess.run(["sh", "-c", f"printf {words}"], capture_output=True, text=True, check=True).stdout
 
@@ -322,14 +322,14 @@ def test_the_image_has_what_the_manifest_relies_on(manifest):
 
 @pytest.mark.cluster
 def test_ssh_between_pods_as_the_image_sets_it_up(tmp_path):
-    """The Dockerfile's sshd and ssh, under its user, with keys mounted as the operator mounts them; here, in namespaces."""
+    """The Dockerfile's sshd and ssh work under its user, with keys mounted as by the operator. Pods are namespaces."""
     for name, text in (
         ("config", written_by_dockerfile("sshd/config")),
         ("client", written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf")),
         ("passwd", f"{Path('/etc/passwd').read_text()}trainer:x:{kubernetes.USER_ID}:{kubernetes.USER_ID}::/home/trainer:/bin/sh\n"),
     ):  # fmt: skip
         (tmp_path / name).write_text(text)
-    for name in ("job", "other"):  # the operator's key is ECDSA, called id_rsa, root's, and readable by all
+    for name in ("job", "other"):  # the operator's key: ECDSA, named id_rsa, owned by root, readable by all
         key = tmp_path / name / "id_rsa"
         key.parent.mkdir()
         subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-N", "", "-f", key], check=True)
@@ -367,6 +367,6 @@ wait $server || true
     )
     assert {"/usr/local/nvidia/bin", "/usr/local/cuda/bin"} <= set(path.split(":"))
     assert libraries == "/usr/local/nvidia/lib:/usr/local/nvidia/lib64"
-    # To somebody with another job's keys this is not one of its hosts.
+    # A client with the keys of another job rejects this host.
     impostor = (tmp_path / "impostor").read_text()
     assert "Host key verification failed" in impostor and impostor.endswith("refused\n")

@@ -40,7 +40,7 @@ needs_slurm = [
 
 @pytest.fixture
 def make_slurm(bring_up: Callable[[Cluster], None]) -> Callable[..., slurm.SlurmCluster]:
-    """Builds virtual clusters with a Slurm of their own that last as long as the test."""
+    """Build virtual clusters that have their own Slurm and last as long as the test."""
 
     def build(hosts: int, *, slots: int = 2, **parts: Any) -> slurm.SlurmCluster:
         cluster = slurm.SlurmCluster(hosts, slots=slots, **parts)
@@ -51,14 +51,14 @@ def make_slurm(bring_up: Callable[[Cluster], None]) -> Callable[..., slurm.Slurm
 
 
 def batch(cluster, tmp_path, *arguments, allocation=()):
-    """Runs `distrib-launch` in a batch job without -H, as users of Slurm do; its exit code and output."""
+    """Run `distrib-launch` in a batch job without -H, as Slurm users do. Return its exit code and output."""
     job = submitted(cluster, tmp_path, *arguments, allocation=allocation)
     told = wait_for(lambda: ended(cluster, job), 150)
     return int(told), (tmp_path / "output").read_text()
 
 
 def submitted(cluster, tmp_path, *arguments, allocation=()):
-    """The number of such a batch job."""
+    """Submit such a batch job and return its number."""
     command = [LAUNCH, "--run-dir", tmp_path / "run", *arguments]
     script = tmp_path / "batch.sh"
     script.write_text(f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec {shlex.join(map(str, command))}\n")
@@ -67,7 +67,7 @@ def submitted(cluster, tmp_path, *arguments, allocation=()):
 
 
 def ended(cluster, job):
-    """The exit code of a batch job that is over."""
+    """Return the exit code of a batch job, or None before its end."""
     told = cluster.run("n1", ["scontrol", "--oneliner", "show", "job", job], check=True).stdout
     over = re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)", told)
     return over and re.search(r" ExitCode=(\d+)", told)[1]
@@ -237,13 +237,13 @@ class TestInAnAllocation:
         assert (told["DISTRIB_ADDRESS"], told["GLOO_SOCKET_IFNAME"]) == (cluster.address("n3", 1), "eth1")
         report = json.loads((tmp_path / "run/preflight.json").read_text())
         assert report["by"] == "srun" and set(report["inventories"]) == {"n1", "n2", "n3"}
-        # The user has come to this machine over ssh, and to no other.
+        # The user's ssh session is on this machine only.
         assert not any(facts["ssh_connection"] for facts in report["inventories"].values())
         nothing_left(cluster)
 
     def test_a_host_that_others_do_not_reach_is_left_out(self, make_slurm, tmp_path):
         cluster = make_slurm(3)
-        cluster.wall("n3", ports="22, 6818")  # where slurmd listens
+        cluster.wall("n3", ports="22, 6818")  # slurmd listens on 6818
         allocation = ["-N3", "--ntasks-per-node=1"]
         code, out = batch(cluster, tmp_path, WHERE, allocation=allocation)
         assert code == 3, out
@@ -271,7 +271,7 @@ class TestInAnAllocation:
         report = json.loads(run.stdout)
         assert (run.returncode, report["by"]) == (0, "srun"), run
         assert "srun" in {check["check"] for check in report["checks"]}
-        # Those of the step; this one has no part in it.
+        # The GPUs of the step. The process that checks is not part of it.
         assert [facts["visible_gpus"] for facts in report["inventories"].values()] == ["0,1", "0,1"]
         nothing_left(cluster)
 
@@ -307,10 +307,10 @@ class TestInAnAllocation:
             lambda: {path.name for path in tmp_path.glob("acknowledged.*")} >= {"acknowledged.0", "acknowledged.1"}, 60
         )
         cluster.lose("n2")
-        # What Slurm itself says after minutes.
+        # Slurm itself would report this state after minutes.
         cluster.run("n1", ["scontrol", "update", "nodename=n2", "state=down", "reason=lost"], check=True)
         before = int((tmp_path / "acknowledged.0").read_text())
-        time.sleep(2)  # in which Slurm would end the others
+        time.sleep(2)  # Slurm would end the other ranks in this time
         wait_for(lambda: ended(cluster, job) or int((tmp_path / "acknowledged.0").read_text()) > before + 20, 60)
         (tmp_path / "enough").touch()
         told = wait_for(lambda: ended(cluster, job), 60)
@@ -320,7 +320,7 @@ class TestInAnAllocation:
         nothing_left(cluster)
 
     def test_the_rank_is_named_for_which_slurm_killed_all(self, make_slurm, launch):
-        """A rank that dies once MPI knows it makes Slurm kill the whole job at once, often before it can be told."""
+        """If a rank dies after MPI_Init, Slurm kills the whole job at once, often before the rank can report."""
         cluster = make_slurm(2)
         run = launch("--engine", "srun", "-H", "n1:2,n2:2", JOB, "--mpi", "2:signal=11", "*:sleep=60", cluster=cluster)
         assert run.code == 128 + signal.SIGSEGV, run
@@ -345,12 +345,12 @@ class TestOutside:
         run = launch("--engine", "srun", "-H", "n3:1,n1:3,n2:2", JOB, "--mpi", "*:environment", cluster=cluster)
         assert run.code == 0, run
         plan = json.loads((run.run_dir / "plan.json").read_text())
-        assert not any(word.startswith("--nodes") for word in plan["command"])  # Slurm 24.11 refuses it
+        assert not any(word.startswith("--nodes") for word in plan["command"])  # Slurm 24.11 rejects it
         assert [r["host"] for r in run.result["ranks"]] == ["n3", "n1", "n1", "n1", "n2", "n2"]
         for rank, host in enumerate(["n3", "n1", "n1", "n1", "n2", "n2"]):
             env = json.loads((run.run_dir / f"ranks/{rank}.out").read_text().splitlines()[0])["env"]
             assert (env["DISTRIB_ADDRESS"], env["SLURMD_NODENAME"]) == (cluster.address(host), host)
-            assert env["SLURM_PMIX_FENCE"] == "ring"  # by its tree MPI_Init may fail, once in some starts
+            assert env["SLURM_PMIX_FENCE"] == "ring"  # with a tree, MPI_Init fails occasionally
             assert "DISTRIB_TOKEN" not in env
         nothing_left(cluster)
 
@@ -363,7 +363,7 @@ class TestOutside:
 
     @pytest.mark.parametrize("saves", [False, True])
     def test_scancel_stops_the_job(self, make_slurm, tmp_path, saves):
-        """Also where the script saves when it is told to end, and ends well."""
+        """The job stops too if the script saves on SIGTERM and exits with code 0."""
         cluster = make_slurm(2)
         script = tmp_path / "waits.py"
         handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if saves else ""
@@ -430,7 +430,7 @@ class TestOutside:
 
 @pytest.mark.parametrize("engine", ["mpirun", "srun"])
 def test_hosts_need_the_daemon_of_the_engine_that_starts_the_ranks(tmp_path, engine):
-    """Not that of an Open MPI which is where srun is, too."""
+    """Engine srun does not require the daemon of an Open MPI installed beside it."""
     daemon = tmp_path / "prted"
     daemon.touch()
     plan = job.plan_launch(launch_arguments.parse(["-H", "a", "--run-dir", str(tmp_path), str(JOB)]))
@@ -457,7 +457,7 @@ def test_a_launcher_that_srun_has_started_for_each_task_is_refused():
         srun.refuse_several_launchers(environ)
     srun.refuse_several_launchers({**environ, "SLURM_STEP_NUM_TASKS": "1"})
     srun.refuse_several_launchers({"SLURM_JOB_ID": "7"})  # a batch script
-    srun.refuse_several_launchers({**environ, "SLURM_PTY_PORT": "40000"})  # in a shell
+    srun.refuse_several_launchers({**environ, "SLURM_PTY_PORT": "40000"})  # an interactive shell
 
 
 def environ_of(cluster, host, name):
@@ -489,7 +489,7 @@ def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
     assert count_gpus({}) == 0
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == 0
-    assert count_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1c, MIG-2d"}) == 1  # CUDA shows a process one part
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1c, MIG-2d"}) == 1  # CUDA shows a process one MIG instance
 
 
 @pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])

@@ -25,9 +25,9 @@ def accuracy(printed: str) -> float:
 
 @pytest.fixture(scope="module")
 def single() -> float:
-    """What one rank reaches with the script that knows nothing of distrib."""
+    """Return the accuracy of one rank with the script that does not use distrib."""
     command = [sys.executable, str(EXAMPLES / "train_cnn_single.py"), *SHORT]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that share processors with other tests spin for minutes
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that share CPUs with other tests spin for minutes
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
     assert done.returncode == 0, done.stderr
     return accuracy(done.stdout)

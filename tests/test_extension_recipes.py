@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md: each example is added to a copy of the tree as written there, and used."""
+"""Recipes of CONTRIBUTING.md: each example works after it is added to a copy of the tree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe(title: str) -> tuple[str, str, str, list[str]]:
 
 
 def register(text: str, changes: list[str]) -> str:
-    """Apply a registration: `+` lines follow the line before them, or replace it where it begins with `-`."""
+    """Apply a registration: `+` lines follow the line before them, or replace it if it begins with `-`."""
     for before, change in itertools.pairwise(changes):
         if change.startswith("+"):
             old, new = before[1:] + "\n", change[1:] + "\n"
@@ -52,7 +52,7 @@ def register(text: str, changes: list[str]) -> str:
 
 @pytest.fixture
 def extended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    """Copies the tree, adds what a recipe says, and returns the variables with which Python uses it."""
+    """Return a function that adds a recipe to a copy of the tree and returns the environment that selects the copy."""
 
     def extend(title: str) -> dict[str, str]:
         tree = tmp_path / "tree"

@@ -1,4 +1,4 @@
-"""Which failure came first, what it was, and who waits for whom: through the command, and the parts by themselves."""
+"""Failure attribution: the first failure, its cause, and the ranks that wait, through the command and by module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GLOO = SCRIPTS / "gloo.py"
 
 def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
     run = launch("-np", "3", GLOO, "1:raise", timeout=150)
-    assert run.code in (1, 134), run  # torch's Gloo threads sometimes abort a Python that is ending
+    assert run.code in (1, 134), run  # torch's Gloo threads sometimes abort a Python that exits
     assert run.result["first_failure"]["rank"] == 1
     assert "ValueError: a bad batch" in run.result["first_failure"]["message"]
     report = run.err[run.err.index("distrib-launch: error:") :]
@@ -90,7 +90,7 @@ def test_ranks_that_die_alike_have_failed_alike(launch, tmp_path):
 
 
 def test_an_mpi_rank_that_died_and_waits_for_the_others_ends_the_job(launch, tmp_path):
-    """mpi4py finalizes MPI at exit, where a rank that raised waits for those that wait for it."""
+    """mpi4py finalizes MPI at exit. A rank that raised waits there for the ranks that wait for it."""
     script = tmp_path / "raises.py"
     script.write_text(
         "from mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
@@ -162,7 +162,7 @@ def test_a_rank_killed_for_want_of_memory_is_told_so(launch, tmp_path):
 
 
 def test_the_end_of_the_memory_of_a_host_is_told_from_that_of_a_limit(tmp_path, monkeypatch):
-    """As Linux counts: `oom_kill` any kill in the cgroup, `oom` where a limit was met, there and in all around it."""
+    """`oom_kill` counts all kills in the cgroup. `oom` counts reached limits in the cgroup and its ancestors."""
     events = [tmp_path / "job/memory.events", tmp_path / "job/rank/memory.events"]
     events[1].parent.mkdir(parents=True)
 
@@ -175,7 +175,7 @@ def test_the_end_of_the_memory_of_a_host_is_told_from_that_of_a_limit(tmp_path, 
     monkeypatch.setattr(oom, "OWN", tmp_path / "own")
     count(3, 5)
     counted = oom.OutOfMemory()
-    assert counted.why_killed() == "" or "it seems" in counted.why_killed()  # of another one, on this machine
+    assert counted.why_killed() == "" or "it seems" in counted.why_killed()  # of another process on this machine
     count(3, 6)
     assert "as no limit of its cgroup was met" in counted.why_killed()
     count(4, 6)
@@ -187,7 +187,7 @@ def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
     script.write_text(TOGETHER)
     run = launch("-np", "4", script)
     assert run.code == 0, run
-    # On a busy machine ranks may wake too far from each other, but not every time.
+    # On a busy machine ranks may wake at different times, but not in every turn.
     assert any(f"[0-3] all the same {turn}\n" in run.out for turn in range(16)), run
     assert sorted(run.out.splitlines()[-4:]) == [f"[{r}@localhost] own {r}" for r in range(4)]
     shown = launch("-np", "4", "--no-dedup", script).out
@@ -203,7 +203,7 @@ def ending(rank: int, **changes: object) -> RankExit:
 
 
 def raised(headline: str, *frames: str) -> ErrorRecord:
-    """Error of a script that raised `headline`."""
+    """Return the error of a script that raised `headline`."""
     lines = frames or ('  File "a.py", line 1, in <module>', "    f()")
     return ErrorRecord(message=headline, traceback="\n".join(["Traceback (most recent call last):", *lines, headline]))
 
@@ -262,7 +262,7 @@ def test_well_known_ends_are_explained(tmp_path, words, meaning):
 
 
 def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
-    """As Python 3.14 ends where a script is not guarded, and its loader begins it anew."""
+    """Python 3.14 ends this way if a loader process runs a script without a main guard again."""
     log = tmp_path / "0.err"
     log.write_text(
         "[rank0]: Traceback (most recent call last):\n"
@@ -345,7 +345,7 @@ def test_the_last_words_of_one_that_aborts_are_told(tmp_path):
 
 
 def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
-    """As torch words it (pytorch issue 126544): what was wrong, and after it a stack of C++, twice."""
+    """torch logs the cause and after it a C++ stack, twice (pytorch issue 126544)."""
     caught = (
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, "
         "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -422,7 +422,7 @@ def test_error_files_of_torchrun_are_read(record, message, traceback):
 
 
 def test_an_exception_that_a_decorated_function_recorded_is_told(launch, tmp_path):
-    """As by torch's `record`, where something ends the process after it."""
+    """torch's `record` wrote the exception before another call ended the process."""
     script = tmp_path / "records.py"
     script.write_text(
         "import os\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
@@ -499,7 +499,7 @@ def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
         ),
         ("[a-b.c:80] Signal: Bus error (7)\n", 7),
         ("Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n", 11),
-        ("[n1:80] Signal: Aborted (6)\n", None),  # often for what another one has done
+        ("[n1:80] Signal: Aborted (6)\n", None),  # often a consequence of another rank's failure
         ("my Signal: strong (11)\n", None),
         ("", None),
     ],

@@ -1,4 +1,4 @@
-"""What only an NVIDIA GPU can show: streams, NCCL with one rank and with two that share it, pinned memory, NVML. `pytest -m gpu`."""
+"""GPU tests: streams, NCCL with one rank and with two on one GPU, pinned memory, NVML. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ ON_ONE = SCRIPTS / "on_one_gpu.py"
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path) -> torch.device:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which the first optimizer sets
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the first optimizer sets it
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
 
 
 @pytest.fixture
 def group(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone, as distrib makes it on GPUs."""
+    """Initialize a process group of this process alone, as distrib does on GPUs."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         store=dist.HashStore(),
@@ -76,7 +76,7 @@ def test_the_inventory_and_the_probe_know_the_gpu(device):
 
 
 def test_ways_inside_are_those_of_torch(device):
-    """Within a tenth: benchmarks/gpu.py compares with care."""
+    """Rates agree within a tenth. benchmarks/gpu.py compares more precisely."""
     links, problems = intra_node.measure_host("here", 0.2)
     assert problems == ()
     rates = {(link.source, link.target): link.bandwidth_bytes_per_second for link in links}
@@ -106,7 +106,7 @@ def test_this_machine_is_probed(device, tmp_path):
 
 @pytest.mark.parametrize("gradients", ["fp32", "fp16", "bf16", "int8", "topk:1", "powersgd:4"])
 def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, gradients):
-    """Also once PowerSGD is past its exact steps: gradients of four samples are of rank four."""
+    """PowerSGD stays accurate after its exact steps, because gradients of four samples have rank four."""
     plain = network(device)
     strategy = Strategy(gradients=parse_gradients(gradients), bucket_bytes=50_000)
     wrapped = wrap_model(copy.deepcopy(plain), device, 2, find_unused_parameters=False, settings=strategy)
@@ -118,7 +118,7 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
         largest = max(parameter.grad.abs().max().item() for parameter in plain.parameters())
         for mine, theirs in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
             scale = theirs.grad.abs().max().item() + 1e-6
-            # A block of int8 has one scale, whatever parameters it is of; it rounds by 1/254, and what is left comes a step later.
+            # A block of int8 has one scale across parameters and rounds by 1/254. The remainder follows one step later.
             off = 0.01 * largest if gradients == "int8" else 0.05 * scale
             assert torch.allclose(mine.grad, theirs.grad, atol=off), (gradients, step)
 
@@ -127,7 +127,7 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
     "outer", [OuterOptimizer(lr=1.0, momentum=0.0), OuterOptimizer(lr=1.0, momentum=0.0, fragments=3, overlap_steps=2)]
 )
 def test_rounds_of_one_rank_are_those_of_a_cpu(group, device, outer):
-    """Without overlap they are what it has learnt by itself."""
+    """Without overlap, a rank keeps its own result."""
     learnt = []
     for place in (device, torch.device("cpu"), None):
         model = network(torch.device("cpu")).to(place)
@@ -175,7 +175,7 @@ def test_two_ranks_on_one_gpu_learn_what_two_on_cpus_do(device, way, strategy):
         told.append(json.loads(learnt))
     here, cpu = told
     assert here["state"] == pytest.approx(cpu["state"], rel=1e-2, abs=1e-2)
-    assert here["means"] == pytest.approx(here["state"], rel=1e-5, abs=1e-5)  # alike on both
+    assert here["means"] == pytest.approx(here["state"], rel=1e-5, abs=1e-5)  # identical on both
 
 
 @pytest.mark.parametrize(
@@ -300,9 +300,7 @@ def test_buffers_of_all_types_are_sent(group, device):
         torch.ones(3, dtype=kind, device=device) for kind in (torch.float32, torch.int64, torch.bool, torch.bfloat16)
     ]
     collectives.broadcast_tensors(tensors)
-    collectives.broadcast_tensors(
-        [*tensors, torch.ones(3, dtype=torch.int16, device=device)]
-    )  # of which NCCL knows nothing
+    collectives.broadcast_tensors([*tensors, torch.ones(3, dtype=torch.int16, device=device)])  # NCCL has no int16
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 
 
@@ -319,7 +317,7 @@ def test_shared_memory_is_pinned_once(device):
     arena = SharedArena({0: 1 << 20})
     arena.pin()
     assert arena.values[0].is_pinned()
-    arena.pin()  # a second time fails in CUDA, and must not be blamed on what comes next
+    arena.pin()  # CUDA rejects a second pinning; the next call must not report it
     assert torch.ones(4, device=device).sum().item() == 4
 
 

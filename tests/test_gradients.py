@@ -1,4 +1,4 @@
-"""How gradients are averaged: exactly as DDP does, with fewer bytes, over hosts of any shape, and without a trace."""
+"""Gradient averaging: exact as in DDP, with fewer bytes, over hosts of any shape, and without leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_inter_host_group_has_one_rank_of_every_host():
 
 
 def host_ranks(count: int, shared_bytes: int) -> list[HostSharedMemory]:
-    """All ranks of a host, in one process."""
+    """Return all ranks of a host, in one process."""
     listeners = [PeerListener() for _ in range(count)]
     addresses = [listener.address for listener in listeners]
     found: list[HostSharedMemory | None] = [None] * count
@@ -54,7 +54,7 @@ def test_ranks_of_a_host_share_memory_and_wake_each_other():
         one.set_counter(1, 6)
     a.wait()
     assert a.min_counter(1) == 5 and a.min_counter(0) == 0
-    for _ in range(100_000):  # nobody reads, and nobody waits
+    for _ in range(100_000):  # no rank reads or waits
         b.set_counter(0, 1)
     waiting = threading.Thread(target=lambda: (b.wait(), b.wait()))
     waiting.start()
@@ -117,7 +117,7 @@ def test_a_killed_rank_leaves_no_memory_behind(launch):
 
 
 def ours_in_shared_memory() -> set[str]:
-    """Files in /dev/shm but those of Open MPI, whose killed processes leave some."""
+    """List the files in /dev/shm, without those of Open MPI, whose killed processes leave some."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sm_segment", "vader", "pmix", "sem.mp"))}
 
 

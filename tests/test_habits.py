@@ -1,4 +1,4 @@
-"""Scripts that do what is nobody's first thought: what `tests/scripts/habits.py` asserts, on several ranks."""
+"""Unusual scripts: the assertions of `tests/scripts/habits.py`, on several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.forked
 
 @pytest.fixture(autouse=True)
 def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torch.optim may set this one when it is first used, which the watch for changed variables would report."""
+    """Set the variable that torch.optim may set on first use, so that the check for changed variables ignores it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
@@ -70,7 +70,7 @@ def test_habits(ranks, strategy, lessons):
 def test_habits_without_a_common_step(launch, options, lessons):
     run = launch(*options, "--mode", "async", SCRIPTS / "habits.py", *lessons.split())
     assert run.code == 0, run
-    for rank in range(int(options[1])):  # a job ends well where one of them comes to the end
+    for rank in range(int(options[1])):  # exit code 0 needs only one rank that reaches the end
         told = (run.run_dir / "ranks" / f"{rank}.out").read_text()
         assert re.findall("^done: (.+)$", told, re.MULTILINE) == lessons.split(), run
     assert "the script has changed" not in run.err, run.err

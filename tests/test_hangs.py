@@ -1,4 +1,4 @@
-"""Which ranks a hung job waits for: through the command, and the detector and the report by themselves."""
+"""Hangs: the ranks that a hung job waits for, through the command, the detector and the report."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def stack(rank: int, calls: tuple[hang_report.StackFrame, ...], **changes: objec
 
 @pytest.mark.parametrize("does", ["trains", "asks"])
 def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, does):
-    """It takes no part in what they ask for while it ends."""
+    """A rank in job.close takes no part in the collectives of other ranks."""
     script = tmp_path / "early.py"
     script.write_text(ENDS_EARLY)
     run = launch("-np", "2", "--hang-timeout", "20s", script, does, timeout=150)
@@ -105,7 +105,7 @@ def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, d
     ],
 )
 def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkeypatch, calls, gpu, ends):
-    """Others may ask each other, or compute backward on a GPU, for themselves."""
+    """Ranks in a plain all_reduce, or in backward on a GPU, may still make progress without the closing rank."""
     now = 0.0
     monkeypatch.setattr(hang_detector, "time", types.SimpleNamespace(monotonic=lambda: now, time=lambda: now))
     says: list[str] = []
@@ -232,7 +232,7 @@ def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
     assert "no progress for 5 s: rank 1 on n2 is in the data loader (gloo.py:" in run.err
     assert run.result["first_failure"]["host"] == "n2"
     printed = (run.run_dir / "ranks/0.out").stat().st_mtime  # its last line is its last progress
-    assert run.result["first_failure"]["time"] - printed < 20  # those who wait would wait for minutes
+    assert run.result["first_failure"]["time"] - printed < 20  # other ranks would wait for minutes
     assert cluster.left_over(within_seconds=6) == {}
 
 
@@ -305,7 +305,7 @@ def test_a_rank_that_has_left_its_script_is_the_one_that_is_waited_for():
 
 
 def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
-    """It runs on past its collectives, and waits where it reads what they bring."""
+    """A rank on a GPU runs past its collectives and waits where it reads their results."""
     script = tmp_path / "train.py"
     script.write_text("loss = 1\nprint(loss.item())\n")
     reads = frames(("train", str(script), 2))
@@ -328,7 +328,7 @@ def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
 
 
 def test_a_rank_that_copies_to_its_gpu_waits_for_it(tmp_path):
-    """Of memory that is not pinned; with pinned memory it stops anywhere, and the one behind is named."""
+    """A copy from unpinned memory waits for the GPU. With pinned memory, ranks stop anywhere: the slowest is named."""
     script = tmp_path / "train.py"
     script.write_text("images = images.to(device)\n")
     moving = frames(("move_to_device", "/venv/distrib/training/to_device.py", 30), ("train", "/home/me/train.py", 50))

@@ -1,4 +1,4 @@
-"""Workers of one host that push as one: the state machine in any order of events, and workers that do it over real sockets."""
+"""Host aggregation: the state machine in any order of events, and workers over real sockets."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ from tests.parameter_server_cluster import (
 
 parameter_servers, started_again = make, again
 
-HOST = 100  # the number under which the host's workers push
+HOST = 100  # number under which the host's workers push
 
 
 class _Worker:
     def __init__(self, chunks: int) -> None:
         self.step = 0
-        self.open: dict[int, bool] = {}  # chunk to final, of the step that is not yet answered
+        self.open: dict[int, bool] = {}  # chunk to final, of the step without a reply
         self.committed = True
         self.alive, self.outside = True, False
 
 
 class OneHost(RuleBasedStateMachine):
-    """Workers of a host, the first of which is the leader, and a server; other workers die."""
+    """Host with a leader (its first worker), other workers, which may die, and a server."""
 
     CHUNKS = 2
 
@@ -74,13 +74,16 @@ class OneHost(RuleBasedStateMachine):
         self.sure: set[tuple[int, int, int]] = set()
         self.up: deque[tuple[Any, ...]] = deque()
         self.down: deque[PushReply] = deque()
-        self.pushed: dict[int, int] = {}  # chunk to step, of what was pushed and is not answered
+        self.pushed: dict[int, int] = {}  # chunk to step, of pushes without a reply
         self.merger = HostAggregator(range(self.CHUNKS), range(workers))
         if workers > 1 and ahead:
             self._last_waits_elsewhere(ahead, between, heard)
 
     def _last_waits_elsewhere(self, ahead: int, between: bool, heard: bool) -> None:
-        """Perhaps between a gradient and its step; the others go on. Perhaps it has not even heard that they go on."""
+        """Let the last worker wait outside while the others continue.
+
+        It may be between a gradient and its step. It may not have received that the others continue.
+        """
         others, last = range(len(self.workers) - 1), len(self.workers) - 1
         if between:
             self._step(last, eager=True, again=False)
@@ -99,7 +102,7 @@ class OneHost(RuleBasedStateMachine):
                 self.pushed[order.chunk] = order.step
                 self.up.append(("push", order.chunk, order.step, whose, order.final))
             elif isinstance(order, CommitMean):
-                if order.chunk in self.pushed:  # else it is answered already
+                if order.chunk in self.pushed:  # otherwise it has a reply already
                     self.up.append(("commit", order.chunk, order.step))
             else:
                 worker = self.workers[order.worker]
@@ -158,7 +161,7 @@ class OneHost(RuleBasedStateMachine):
 
     @rule(arrives=st.booleans())
     def cut_off(self, arrives: bool) -> None:
-        """From the servers; the leader has received all replies to its own pushes before it joins them again."""
+        """Disconnect the host from the servers. The leader has all replies to its pushes before it rejoins."""
         alive = [n for n, w in enumerate(self.workers) if w.alive]
         if self.workers[alive[0]].open:
             return
@@ -219,7 +222,7 @@ class OneHost(RuleBasedStateMachine):
             assert {(w, s) for w, s, c in self.sure if c == chunk} <= set(applied)
 
     def teardown(self) -> None:
-        """Nobody is stuck: whoever lives takes as many steps more as it likes."""
+        """Check that no worker hangs: every live worker can take more steps."""
         if not hasattr(self, "workers"):
             return
         alive = [n for n, w in enumerate(self.workers) if w.alive]
@@ -256,21 +259,19 @@ def test_any_order_of_events():
 
 @pytest.fixture
 def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker threads are called `host rank`: whoever has the same host finds the others of it."""
-    monkeypatch.setenv("DISTRIB_ADDRESS", "192.0.2.1")  # the servers are elsewhere
+    """Name worker threads `host rank`. Workers with the same host find each other."""
+    monkeypatch.setenv("DISTRIB_ADDRESS", "192.0.2.1")  # the servers run elsewhere
     monkeypatch.setattr(worker, "host_identity", lambda: threading.current_thread().name.split()[0])
 
 
 def train(backend: ParameterServerStrategy, steps: int, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
-    model = network(backend.world.rank)  # rank 0's counts
+    model = network(backend.world.rank)  # all ranks use rank 0's
     optimizer = make(model.parameters())
     prepared(backend, model, optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     for step in range(steps):
         if step == 5:
-            assert (
-                backend.reduce(torch.tensor(1.0), "sum") == backend.world.size
-            )  # nobody waits for who waits for others
+            assert backend.reduce(torch.tensor(1.0), "sum") == backend.world.size  # a waiting rank blocks no other rank
         optimizer.zero_grad()
         model(batch(step, backend.world.rank)).square().mean().backward()
         optimizer.step()
@@ -308,17 +309,15 @@ def test_the_ranks_of_a_host_make_one_update_together(parameter_servers, several
     for server in cluster.servers:
         table = server.services[server.number].tables[0]
         assert {table.controller.version(chunk) for chunk in table.chunks} == {2 * 8}
-        # Values, what is under way, and of each host a momentum and a gradient.
+        # Values, updates in flight, and for each host a momentum and a gradient.
         assert table.memory_bytes() == (2 + 1 + 2 * 2) * sum(chunk.bytes for chunk in table.chunks.values())
 
 
 def test_beside_all_servers_every_rank_makes_its_own(parameter_servers, several_hosts, monkeypatch):
     assert parameter_servers(workers=3).worker(0).ranks_per_step == 3
-    monkeypatch.setenv("DISTRIB_ADDRESS", "127.0.0.1")  # where the servers are
+    monkeypatch.setenv("DISTRIB_ADDRESS", "127.0.0.1")  # the address of the servers
     assert parameter_servers(workers=3).worker(0).ranks_per_step == 1
-    assert (
-        parameter_servers(workers=3, stale_rate=True).worker(0).ranks_per_step == 3
-    )  # late updates have less of the rate
+    assert parameter_servers(workers=3, stale_rate=True).worker(0).ranks_per_step == 3  # late updates have a lower rate
     cluster = parameter_servers(workers=3)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
     shard = cluster.servers[0].services[0].tables[0].controller
@@ -396,7 +395,7 @@ def test_what_was_released_is_gone_from_workers_and_servers(parameter_servers, s
         part.retired == {0, 1, 2} for s in cluster.servers for part in s.services.values()
     )
     cluster.backends[0].client.close()
-    substitute = started_again(cluster, cluster.backends[0].world.rank)  # comes by what is over
+    substitute = started_again(cluster, cluster.backends[0].world.rank)  # skips the tables that are retired
     assert fold(substitute)[0] == -1 and comes_true(is_gone)
     assert cluster.backends[1].staleness()
 
@@ -408,7 +407,7 @@ def test_a_member_that_dies_before_the_table_is_known_has_no_effect(parameter_se
         backend._group_host()
         group, client = backend.client.group, backend.client
         met.wait()
-        if backend.world.rank:  # the leader reads its messages after its death
+        if backend.world.rank:  # the leader reads this rank's messages after its death
             dead = {"process": 4194303, "descriptor": 5, "token": "00"}
             early = (
                 (Frame(FrameKind.SHARE_MEMORY, table=0), encode(dead)),
@@ -429,7 +428,7 @@ def test_a_member_that_dies_before_the_table_is_known_has_no_effect(parameter_se
 
 @pytest.mark.parametrize("bound", [None, 0])
 def test_members_push_by_themselves_when_the_leader_dies(parameter_servers, several_hosts, bound):
-    """What was in flight is applied at most once."""
+    """Updates in flight are applied at most once."""
     cluster, met = parameter_servers(servers=1, workers=3, staleness=bound), threading.Barrier(3, timeout=20)
 
     def work(backend: ParameterServerStrategy) -> float:
@@ -492,7 +491,7 @@ def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_se
     def evaluate(backend: ParameterServerStrategy) -> float:
         rank = backend.world.rank
         take_step(*(trained := straight(backend)))
-        if rank == 0:  # which leads rank 1, too
+        if rank == 0:  # rank 0 leads rank 1, too
             assert comes_true(lambda: 1 in part.rounds.waiting)
             take_step(*trained)
         assert backend.view(0, training=False)[1] == 3

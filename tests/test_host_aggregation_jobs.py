@@ -1,4 +1,4 @@
-"""Whole jobs on hosts of their own, whose workers push together; workers, servers and hosts are lost."""
+"""Jobs whose workers push once per host, while workers, servers and hosts fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 40
 def started(
     cluster: Cluster, folder: Path, *words: object, hosts: str = "n1:2,n2:2", until: str = ""
 ) -> subprocess.Popen[str]:
-    """A job of ranks on several hosts that count their steps; returns when all have begun."""
+    """Start a job whose ranks count their steps on several hosts. Return when all ranks have begun."""
     command = [LAUNCH, "--run-dir", folder / "run", "-H", hosts, "--mode", "async", "--no-stale-rate", *words]
     lesson = [SCRIPTS / "asynchronous.py", "counting", folder, STEPS, 0.05, until]
     job = cluster.popen("n1", [*command, *lesson], env={"OMP_NUM_THREADS": "1"})
@@ -33,7 +33,7 @@ def started(
 
 
 def reaches(job: subprocess.Popen[str], what: Callable[[], bool]) -> None:
-    """Wait until something is true of a job, which goes on meanwhile."""
+    """Wait until a condition holds while the job runs."""
     deadline = time.monotonic() + 150
     while not what():
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[1]
@@ -45,9 +45,9 @@ def acknowledged(folder: Path) -> dict[int, int]:
 
 
 def check_counts(folder: Path, full: set[int], *, until: str = "") -> None:
-    """What the servers hold: a step counts 1, or a half where it is the mean with a neighbour that counts elsewhere.
+    """Check the servers' counts. A step counts 1, or 1/2 if it was averaged with a rank that counts elsewhere.
 
-    The ranks of `full` took all steps: `STEPS`, or more where there were some `until` the test had enough.
+    The ranks of `full` took all steps: `STEPS`, or more in jobs that run `until` a file exists.
     """
     steps = acknowledged(folder)
     assert all(steps[rank] >= STEPS if until else steps[rank] == STEPS for rank in full)
@@ -57,12 +57,12 @@ def check_counts(folder: Path, full: set[int], *, until: str = "") -> None:
         for values in torch.load(folder / f"held.{rank}.pt", weights_only=True).values():
             for other in range(4):
                 low, high = values[other::4].min().item(), values[other::4].max().item()
-                least, most = before[str(other)] / 2, after[str(other)] + lives[other]  # a life may have noted one less
+                least, most = before[str(other)] / 2, after[str(other)] + lives[other]  # one note may be missing
                 assert least <= low <= high <= most, (other, before, after, lives)
 
 
 def sent_bytes(cluster: Cluster) -> int:
-    """What n1 has sent to other hosts so far."""
+    """Return the bytes that n1 has sent to other hosts."""
     lines = cluster.run("n1", ["cat", "/proc/net/dev"]).stdout.splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
 
@@ -76,12 +76,12 @@ def test_the_wire_carries_the_gradients_of_a_host_once(make_cluster, tmp_path):
     assert job.returncode == 0, err
     sent = sent_bytes(cluster) - before
     check_counts(tmp_path, {0, 1, 2, 3})
-    # Half of 960 kB of gradients is pushed to the server on n2, and as much answered to n2's: twice, where each rank does so.
+    # n1 pushes half of 960 kB of gradients and replies as much to n2's push. Without aggregation both double.
     assert 0.45 < sent / (2 * STEPS * 960_000) < 0.65, sent
 
 
 def kill_rank(cluster: Cluster, folder: Path, rank: int) -> None:
-    """Kills a rank of the job, and the process around it."""
+    """Kill a rank of the job and its rank agent."""
     mark = f"DISTRIB_PROCESS_TAG={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
     killed = []
     for host in cluster.hosts:
@@ -134,7 +134,7 @@ def test_a_job_goes_on_without_its_engine(make_cluster, tmp_path):
 
 @pytest.mark.cluster
 def test_a_host_that_boots_again_takes_nobody_along(make_cluster, tmp_path):
-    """The engine sees that its daemon there has ended, and would end all ranks."""
+    """The engine notices that its daemon there exited, and would end all ranks."""
     cluster = make_cluster(3)
     job = started(cluster, tmp_path, "--replicas", "1", hosts="n2:1,n3:1", until="enough")
     cluster.lose("n3")
@@ -168,7 +168,7 @@ def test_who_waited_elsewhere_goes_on_when_the_one_that_spoke_for_it_has_died(ma
     )
     assert run.code == 0 and re.search(r"worker rank 2 on n2 (died|is gone) \(.*SIGKILL", run.err), run
     assert all(f"rank {rank} took all steps" in run.out for rank in (0, 1, 3)), run
-    # 40 of one host; of the other 20, and 37 of the rank that waited after its third.
+    # 40 from one host. From the other host 20, and 37 of the rank that waited after its third step.
     assert 94 <= int(re.search(r"(\d+) updates", run.out)[1]) <= 98, run
 
 
@@ -177,7 +177,7 @@ def test_a_host_is_cut_off_and_joins_the_others_again(make_cluster, tmp_path):
     cluster = make_cluster(2)
     job = started(cluster, tmp_path)
     cluster.cut("n2")
-    time.sleep(7)  # longer than the others wait for it
+    time.sleep(7)  # longer than the other hosts wait for it
     cluster.restore("n2")
     _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
@@ -188,9 +188,9 @@ def test_a_host_is_cut_off_and_joins_the_others_again(make_cluster, tmp_path):
 def test_a_host_that_comes_back_too_late_is_started_again_and_one_that_is_lost_for_good_ends_nothing(
     make_cluster, tmp_path
 ):
-    """It comes back before its ranks have noticed that the launcher has given them up, and when they have ended already.
+    """The host returns before its ranks notice that the launcher gave them up, or after they have ended.
 
-    Of the other neither the engine nor its ssh ends all ranks, as they would after 15 s.
+    The lost host ends no other rank. The engine and its ssh would end all ranks after 15 s.
     """
     cluster = make_cluster(3)
     words = ["--host-timeout", "3", "--servers", "3", "--replicas", "1"]
@@ -207,7 +207,7 @@ def test_a_host_that_comes_back_too_late_is_started_again_and_one_that_is_lost_f
         cluster.restore("n3")
         reaches(job, lambda lives=lives: len((tmp_path / "lives.0").read_text()) == lives)
         get_on(0, 1, 2)
-    cluster.lose("n2")  # of whose server n3's keeps the replica again
+    cluster.lose("n2")  # n3's server has the replica of n2's again
     time.sleep(20)
     get_on(0, 1)
     (tmp_path / "enough").touch()

@@ -39,7 +39,7 @@ def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1, visibl
 
 
 def hosts_with(name, **facts):
-    """Three fit hosts and one that differs."""
+    """Return three healthy hosts and one that differs."""
     return {**{host: inventory(host) for host in ("n1", "n2", "n3")}, name: inventory(name, **facts)}
 
 
@@ -80,7 +80,7 @@ def test_the_odd_one_is_named_with_reason_and_fix(facts, check, status, reason, 
     found = judged(hosts_with("n4", **facts))
     unknown = {cell for cell, one in found.items() if one.status == "unknown"}
     assert [cell for cell in found if cell not in unknown] == [("n4", check)]
-    # What of another Python is not known is not told to be fit.
+    # Unknown facts of another Python are not reported as healthy.
     assert unknown == ({("n4", "torch")} if "has_launcher" in facts else set())
     cell = found["n4", check]
     assert cell.status == status
@@ -230,7 +230,7 @@ def test_a_gpu_with_fewer_lanes_than_the_others_of_its_kind():
     odd = {**hosts, "n4": msgspec.structs.replace(hosts["n4"], gpus=linked(1))}
     assert judged(odd, ranks=2)["n4", "gpus"].reason == "GPUs 0-1: its PCIe link has 1 lane, 16 with others of its kind"
     alike = {host: msgspec.structs.replace(facts, gpus=linked(8)) for host, facts in hosts.items()}
-    assert judged(alike, ranks=2) == {}  # slots that are wired so, or links that idle
+    assert judged(alike, ranks=2) == {}  # slots wired this way, or idle links
 
 
 def test_who_holds_gpu_memory():
@@ -240,7 +240,7 @@ def test_who_holds_gpu_memory():
     reason = found["n4", "gpu memory"].reason
     assert "5 GiB held by process 41 of ada (python old.py), which nvidia-smi does not list" in reason
     assert "kill 41" in found["n4", "gpu memory"].fix
-    assert "42" not in reason  # GPU 3 is not the job's
+    assert "42" not in reason  # the job does not use GPU 3
     foreign = GpuHolder(pid=43, user=None, command="", gpus=(1,), memory_bytes=None, listed=True)
     found = judged(gpu_hosts(gpus=gpus(4, used_bytes=5 * GIB), gpu_holders=(foreign,)), ranks=2)
     assert "that cannot be seen from there (NVML calls it 43)" in found["n4", "gpu memory"].reason

@@ -1,4 +1,4 @@
-"""Hostfiles and host lists of every dialect, good and bad, as tables; and what holds for any text at all."""
+"""Hostfiles and host lists of every dialect, valid and invalid, as tables; properties that hold for any text."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ BAD_FILES: list[tuple[str, int, int, str]] = [
     (" \n\t\r\n", 0, 0, "no hosts"),
     ("# node1\n// node2\n/* node3 */", 0, 0, "no hosts"),
     ("\ufeff", 0, 0, "no hosts"),
-    # Slots that are none.
+    # Invalid slots.
     ("node1 slots=0", 1, 13, "whole number from 1"),
     ("node1 slots=2,node2 slots=2", 1, 13, "did not expect a comma in '2,node2'; write one host a line"),
     ("node1 slots=-1", 1, 13, "'-1'"),
@@ -340,7 +340,7 @@ IN_STEP = {
 }
 A_RANK_PER_GPU = "one rank for each"
 
-# What Slurm says, then slots and max_slots of each host, and words of the note.
+# Slurm's variables, then slots and max_slots of each host, and words of the note.
 SLURM_SLOTS: list[tuple[dict[str, str], int | None, int | None, str]] = [
     ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "8"}, 8, 8, A_RANK_PER_GPU),
     ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "gpu:8"}, 8, 8, A_RANK_PER_GPU),
@@ -350,7 +350,7 @@ SLURM_SLOTS: list[tuple[dict[str, str], int | None, int | None, str]] = [
     ({**ONE_TASK, "SLURM_GPUS_ON_NODE": "4"}, 4, 4, A_RANK_PER_GPU),
     ({**ONE_TASK, "SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "8"}, 8, 8, A_RANK_PER_GPU),
     ({**ONE_TASK, "SLURM_GPUS": "16"}, 8, 8, A_RANK_PER_GPU),
-    ({**ONE_TASK, "SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "9"}, 1, None, ""),  # nobody knows how many are where
+    ({**ONE_TASK, "SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "9"}, 1, None, ""),  # GPUs of each host unknown
     ({**ONE_TASK, "SLURM_GPUS": "3"}, 1, None, ""),
     ({**ONE_TASK, "SLURM_GPUS_PER_TASK": "a100:8"}, 8, 8, A_RANK_PER_GPU),
     ({**ONE_TASK, "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GPUS_PER_TASK": "2"}, 4, 8, ""),
@@ -460,7 +460,7 @@ def test_the_table_is_long_enough() -> None:
     assert len(GOOD_FILES) + len(BAD_FILES) + len(GOOD_LISTS) + len(BAD_LISTS) + len(SLURM) + len(BAD_SLURM) >= 200
 
 
-# Notes: what could have been understood otherwise.
+# Notes on ambiguous text.
 
 
 @pytest.mark.parametrize("count", [22, 2222, 1025])
@@ -547,7 +547,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             read_hostfile(path)
         assert caught.value.hint
 
-    def refuse(*_: object) -> None:  # mode bits do not stop root
+    def refuse(*_: object) -> None:  # root ignores mode bits
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "hosts.txt").touch()
@@ -584,7 +584,7 @@ def test_every_setting_in_the_example_is_one() -> None:
     assert parse_hostfile("a " + " ".join(keys), "x").hosts[0].role == "server"
 
 
-# What holds for any text. Half of the texts are made of pieces that hostfiles are made of, to get past the first check.
+# Properties of any text. Half of the texts consist of parts of hostfiles, to get past the first check.
 
 VOCABULARY = """
     a b n1 node [ ] [1-3] [01-99] [1-9999999] :4 :22 : , @ bob@ - ^ + = / // /* */ # slots slots= max_slots=1 user= port=
@@ -595,7 +595,7 @@ PIECES = st.sampled_from([*VOCABULARY.split(), *BLANKS_AND_JUNK])
 TEXTS = st.text(st.characters()) | st.lists(PIECES, max_size=30).map("".join)
 
 
-@settings(deadline=None)  # ranges may stand for 100,000 hosts
+@settings(deadline=None)  # a range may expand to 100,000 hosts
 @given(TEXTS)
 @example("a python=/")
 @example("[" * 5000)
@@ -667,7 +667,7 @@ def test_a_thousand_lines_are_read_at_once() -> None:
         start = time.process_time()
         assert len(parse_hostfile(text, "x").hosts) == 1000
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.5  # 0.03 where nothing else runs
+    assert min(seconds) < 0.5  # 0.03 on an idle machine
 
 
 def test_importing_loads_little() -> None:

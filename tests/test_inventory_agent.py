@@ -1,4 +1,4 @@
-"""Inventory of a host: the program that runs there, GPUs by NVML, RDMA ports, limits."""
+"""Inventory of a host: the remote agent, GPUs by NVML, RDMA ports, limits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_no_answer_is_taken_for_none(output):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Two GPUs by a NVML that is faked where it is called and nowhere else; its names are those of the real package."""
+    """Fake two GPUs: replace the NVML functions that the inventory calls, under the names of the real package."""
 
     def memory(index, version=None):
         if version is None:
@@ -80,7 +80,7 @@ def nvml(monkeypatch):
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetName": lambda index: b"NVIDIA H200",
         "nvmlDeviceGetPciInfo": lambda index: types.SimpleNamespace(busId=f"00000000:{index:02X}:00.0"),
-        "nvmlDeviceGetMinorNumber": lambda index: 1 - index,  # they need not agree
+        "nvmlDeviceGetMinorNumber": lambda index: 1 - index,  # index and minor number may differ
         "nvmlDeviceGetComputeRunningProcesses": lambda index: (
             [types.SimpleNamespace(pid=os.getppid(), usedGpuMemory=3 * GIB)] if index == 0 else []
         ),
@@ -105,7 +105,7 @@ def test_gpus_and_their_hidden_holders(nvml):
     hidden, listed = facts.gpu_holders
     assert (hidden.pid, hidden.gpus, hidden.listed) == (1, (1,), False)
     assert (listed.pid, listed.gpus, listed.listed, listed.memory_bytes) == (os.getppid(), (0,), True, 3 * GIB)
-    assert [gpu.used_memory_bytes for gpu in facts.gpus] == [6 * GIB] * 2  # without what the driver keeps
+    assert [gpu.used_memory_bytes for gpu in facts.gpus] == [6 * GIB] * 2  # without the driver's reserve
 
 
 def refuse(error):
@@ -117,7 +117,7 @@ def refuse(error):
 
 @pytest.mark.parametrize("refusal", [pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission])
 def test_a_gpu_that_does_not_tell_all_works(nvml, refusal):
-    """Under MIG, WSL, and where GPU and processor share their memory."""
+    """NVML reports less under MIG, under WSL, and where GPU and CPU share their memory."""
     for name in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetComputeRunningProcesses"):
         nvml(name, refuse(refusal))
     facts = own_inventory(InventoryQuery())
@@ -131,7 +131,7 @@ def test_a_driver_that_is_older_than_the_binding_is_no_error(nvml):
     nvml("nvmlDeviceGetComputeRunningProcesses", refuse(pynvml.NVMLLibraryMismatchError))
     facts = own_inventory(InventoryQuery())
     assert facts.nvml_error is None and [gpu.kind for gpu in facts.gpus] == ["NVIDIA H200"] * 2
-    assert {holder.pid for holder in facts.gpu_holders} == {1, os.getppid()}  # by the device files
+    assert {holder.pid for holder in facts.gpu_holders} == {1, os.getppid()}  # from the device files
 
 
 def test_a_gpu_that_is_lost_says_so_and_hides_no_other(nvml):
@@ -148,7 +148,7 @@ def test_a_gpu_that_is_lost_says_so_and_hides_no_other(nvml):
     nvml(
         "nvmlDeviceGetHandleByIndex", lambda index: handle(index) if index else refuse(pynvml.NVMLError_NoPermission)()
     )
-    assert [(gpu.index, gpu.minor) for gpu in own_inventory(InventoryQuery()).gpus] == [(0, 0)]  # as CUDA counts
+    assert [(gpu.index, gpu.minor) for gpu in own_inventory(InventoryQuery()).gpus] == [(0, 0)]  # CUDA's numbering
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_the_driver_and_whether_it_has_dma_buf(monkeypatch, tmp_path, told, vers
     ],
 )
 def test_rdma_ports_and_whether_they_may_be_opened(monkeypatch, usable, layer, told, rate):
-    """They may not in a container that shows /sys/class/infiniband and has no /dev/infiniband."""
+    """Ports are unusable in a container that has /sys/class/infiniband but no /dev/infiniband."""
     files = {
         "/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_0",
         "/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",

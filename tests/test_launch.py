@@ -1,4 +1,4 @@
-"""`distrib-launch` on this machine: plans, placement, environment, output, exit codes, nothing left behind."""
+"""`distrib-launch` on this machine: plans, placement, environment, output, exit codes and cleanup."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_rank_runs_once_and_leaves_a_record(launch):
 
 
 def test_options_that_changed_nothing_are_told_of(launch, tmp_path):
-    """Here nothing has heard of them; and where they stand is whose they are."""
+    """The script uses none of the options. Options after the script are its own."""
     script = tmp_path / "script.py"
     script.write_text("print(1)")
     run = launch("--mode", "local", "--accumulate", "2", script, "-np", "2")
@@ -97,7 +97,7 @@ def test_secrets_are_known_by_their_names(name, secret):
 def test_secrets_reach_the_ranks_and_no_file(launch):
     secrets = {"WANDB_API_KEY": "s3cret", "HF_TOKEN": "s3cret"}
     run = launch("-np", "2", "-x", "MY_PASSWORD=s3cret", JOB, "*:environment", env={**secrets, "HF_HOME": "/here"})
-    assert run.code == 0 and run.out.count("s3cret") in (3, 6), run  # two lines alike are shown as one
+    assert run.code == 0 and run.out.count("s3cret") in (3, 6), run  # identical lines are shown as one
     for path in run.run_dir.rglob("*"):
         assert path.suffix == ".out" or not path.is_file() or b"s3cret" not in path.read_bytes(), path
     told = json.loads((run.run_dir / "plan.json").read_text())["ranks"][1]["environment"]
@@ -107,7 +107,7 @@ def test_secrets_reach_the_ranks_and_no_file(launch):
 def test_threads_share_the_cores_when_nobody_set_them(launch, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     run = launch("-np", "1", JOB, "*:environment", env={})
-    # The launch fixture sets 1 for speed; what is set is kept. Without it each rank gets its share of the cores.
+    # The launch fixture sets 1 for speed, and the launcher keeps it. Otherwise each rank gets its share of the cores.
     assert '"OMP_NUM_THREADS": "1"' in run.out
     command = [str(LAUNCH), "-np", "2", "--run-dir", str(run.run_dir), str(JOB), "*:environment"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -169,7 +169,7 @@ def test_a_rank_is_blamed_and_not_the_engine_when_both_are_seen_to_end_at_once(t
     engine = task.parent()
     assert engine and "prterun" in " ".join(engine.cmdline())
     process.send_signal(signal.SIGSTOP)  # Ctrl-Z
-    task.kill()  # want of memory, say
+    task.kill()  # as the OOM killer does
     deadline = time.monotonic() + 30
     while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -192,14 +192,14 @@ def test_a_failed_rank_takes_all_its_descendants_along(launch):
 
 
 def a_script() -> int:
-    """The process of `job.py` on some rank."""
+    """Return the process of `job.py` on one of the ranks."""
     return next(
         pid for pid, command in our_processes().items() if re.match(r"\S*python\S* (\S+ )?\S+/job.py ", command)
     )
 
 
 def orphans() -> list[str]:
-    """The children that `job.py` started and that are still there; one of them has an empty environment."""
+    """List the live children that `job.py` started. One of them has an empty environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -232,7 +232,7 @@ def test_ctrl_c_stops_everything_and_exits_130(tmp_path):
 
 
 def test_the_grace_is_the_same_when_the_engine_stops_a_rank(tmp_path):
-    """As Slurm does at the end of its time limit."""
+    """Slurm stops a rank this way at its time limit."""
     process = start(tmp_path / "run", "-np", "1", "--grace", "1s", str(JOB), "*:ignore")
     script = a_script()
     started = time.monotonic()
@@ -260,7 +260,7 @@ def test_daemons_that_are_starting_are_waited_for_when_the_launcher_is_killed(tm
 
 
 def test_a_terminal_that_closes_sends_two_hangups_and_the_grace_holds(tmp_path):
-    """The shell passes its own on, and the kernel sends one as the shell ends."""
+    """The shell forwards its SIGHUP, and the kernel sends another one as the shell ends."""
     script = tmp_path / "saves.py"
     script.write_text(
         "import signal, sys, time\n"
@@ -365,7 +365,7 @@ def test_a_run_directory_can_be_used_again(launch, tmp_path):
 
 @pytest.mark.parametrize("mark", ["plan.json", "result.json", "preflight.json", "attempt0/plan.json"])
 def test_a_folder_that_no_run_has_made_keeps_its_files(tmp_path, mark):
-    """Until a run has been there: what it left then goes, be it one that was killed."""
+    """A new run deletes the files of an earlier run, killed or not, and no other files."""
     own = ["metrics.jsonl", "ranks/0.out", "attempt0/result.json"]
     for name in own:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -532,7 +532,7 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_else(tmp_path, monkeypatch, capsys, arguments, words):
-    """As the command says it, without a process for each."""
+    """The error is the command's. Each case runs in this process to save a start."""
     monkeypatch.chdir(tmp_path)
     assert cli.main([str(JOB) if word == "JOB" else word for word in arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -541,7 +541,7 @@ def test_what_cannot_be_is_refused_before_anything_else(tmp_path, monkeypatch, c
 
 
 def test_a_script_that_may_not_be_read_here_is_told_of(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(JOB))  # root may read all
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(JOB))  # root may read any file
     assert cli.main(["--run-dir", str(tmp_path / "run"), str(JOB)]) == 2
     assert f"{JOB}: cannot read it: no permission; chmod a+r {JOB}" in capsys.readouterr().err
 
@@ -555,7 +555,7 @@ def test_a_working_directory_that_was_removed_is_told_of(tmp_path):
 
 
 def test_a_profile_that_could_not_be_written_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # for root, who may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write any file
     assert cli.main(["--profile", str(tmp_path / "p.json"), str(JOB)]) == 2
     assert "p.json: cannot write it: no permission; name a file to write" in capsys.readouterr().err
 
@@ -594,7 +594,7 @@ def test_gpus_that_are_chosen_on_this_machine_alone_are_noted(tmp_path, monkeypa
 
 
 def test_folders_go_by_the_name_that_the_shell_has_for_them(tmp_path):
-    """On another host that link may lead elsewhere."""
+    """On another host the link may lead elsewhere, so the plan keeps the shell's name."""
     (tmp_path / "export/home").mkdir(parents=True)
     (tmp_path / "home").symlink_to("export/home")
     (tmp_path / "home/train.py").write_text("")
@@ -744,7 +744,7 @@ while not os.path.exists("enough"):
 def test_at_the_time_limit_the_script_has_a_chance_to_save(launch, tmp_path):
     script = tmp_path / "saver.py"
     script.write_text(SAVER)
-    for limit in ("5s", "30s"):  # it counts from the start
+    for limit in ("5s", "30s"):  # the limit counts from the start of the launcher
         run = launch("-np", "2", "--timeout", limit, script, timeout=200)
         if run.out.count("is ready") == 2:
             break
@@ -755,7 +755,7 @@ def test_at_the_time_limit_the_script_has_a_chance_to_save(launch, tmp_path):
 def test_sigusr1_reaches_every_rank_and_the_job_goes_on(tmp_path):
     (tmp_path / "saver.py").write_text(SAVER)
     process = start(tmp_path / "run", "-np", "2", "saver.py")
-    process.stdout.readline()  # the other rank's
+    process.stdout.readline()  # the line of the other rank
     process.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + 10
     while not all((tmp_path / f"saved-{r}").exists() for r in range(2)) and time.monotonic() < deadline:
@@ -765,7 +765,7 @@ def test_sigusr1_reaches_every_rank_and_the_job_goes_on(tmp_path):
     (tmp_path / "enough").touch()
     out, err = process.communicate(timeout=50)
     assert process.returncode == 0, err
-    assert out.count("saving SIGUSR1") in (1, 2), out  # one line where both say it at the same time
+    assert out.count("saving SIGUSR1") in (1, 2), out  # one line if both print at the same time
 
 
 def test_so_does_a_signal_of_slurm_to_the_processes_that_it_started(tmp_path):
@@ -793,7 +793,7 @@ def test_this_machine_may_be_named_by_a_loopback_address(launch):
 
 
 def test_fewer_ranks_than_planned_are_refused(launch, tmp_path):
-    """A runtime that starts two ranks where four were planned: never a silent run on less than was asked for."""
+    """A job never runs silently on fewer ranks than planned. Here a runtime starts two of four."""
     folder = tmp_path / "site/bin"
     folder.mkdir(parents=True)
     mpirun = folder / "mpirun"
@@ -860,7 +860,7 @@ def test_who_stops_a_command_while_hosts_are_spoken_with_finds_all_in_order(tmp_
     process = subprocess.Popen(
         [*command, "-H", "nowhere", "--ssh-command", ssh, JOB], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(temporary)},
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # which nohup, or a shell's background, may have set aside
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup or a background shell may ignore them
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
@@ -894,7 +894,7 @@ def test_a_job_keeps_its_exit_code_where_its_result_cannot_be_printed(tmp_path):
 )
 def test_python_is_known_whatever_starts_it_elsewhere(tmp_path, capsys, first):
     script = tmp_path / "train.py"
-    script.write_text(f"{first}\nprint('\\d')\n")  # of which newer Pythons would warn
+    script.write_text(f"{first}\nprint('\\d')\n")  # newer Pythons warn of this escape
     assert cli.main(["-np", "1", "--dry-run", str(script)]) == 0, capsys.readouterr().err
 
 
@@ -908,7 +908,7 @@ def test_hosts_with_the_same_ranks_share_a_line_of_the_plan(tmp_path, capsys):
 
 
 def test_a_rank_may_open_as_many_files_as_are_allowed(tmp_path):
-    """A thousand ranks are a thousand connections in each, and 1024 files is the usual soft limit."""
+    """A thousand ranks need a thousand connections in each rank. The usual soft limit is 1024 files."""
     script = tmp_path / "limits.py"
     script.write_text("import resource\nprint('files', *resource.getrlimit(resource.RLIMIT_NOFILE))\n")
     command = f"ulimit -Sn 900 && exec {LAUNCH} -np 1 --run-dir {tmp_path / 'run'} {script}"

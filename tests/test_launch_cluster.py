@@ -100,7 +100,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(make_cluster, launch):
     assert (failure["rank"], failure["host"]) == (2, "n2")
     assert "RuntimeError: boom in rank 2" in failure["traceback"]
     assert "rank 2 on n2 failed first: RuntimeError: boom in rank 2" in run.err
-    assert run.seconds < 50  # those who do not fail sleep for 60
+    assert run.seconds < 50  # ranks that do not fail sleep for 60 s
     assert cluster.left_over(within_seconds=6) == {}
 
 
@@ -115,7 +115,7 @@ def test_a_lost_host_is_named_and_nothing_is_left(make_cluster, launch, tmp_path
     failure = json.loads((tmp_path / "run/result.json").read_text())["first_failure"]
     assert failure["host"] == "n3"
     assert "host n3 vanished: nothing was received from it" in failure["message"]
-    assert failure["time"] - lost < 6  # 2.5 where nothing else runs; the kernel alone would take 30
+    assert failure["time"] - lost < 6  # 2.5 on an idle machine; the kernel alone takes 30
     assert cluster.left_over(within_seconds=10) == {}
 
 
@@ -148,7 +148,7 @@ def test_a_host_that_is_cut_off_ends_its_own_ranks(make_cluster, tmp_path):
     _, err = process.communicate(timeout=50)
     assert process.returncode == 1, err
     assert json.loads((tmp_path / "run/result.json").read_text())["first_failure"]["host"] == "n2"
-    # sshd's own session process waits for a wire that does not come back; it is not the job's.
+    # sshd's own session process waits for the link that stays down. It is not part of the job.
     assert no_job_process_left(cluster, within_seconds=10)
     assert not any(folder.exists() for folder in engines_own)
 
@@ -189,7 +189,7 @@ def test_the_host_where_ranks_could_not_start_is_named_and_not_those_that_were_t
     make_cluster, launch, tmp_path
 ):
     cluster = make_cluster(3)
-    cluster.run("n2", ["mount", "--bind", tmp_path, ROOT / "distrib"], check=True)  # a torn installation
+    cluster.run("n2", ["mount", "--bind", tmp_path, ROOT / "distrib"], check=True)  # a broken installation
     for words in ([], ["--no-preflight"]):
         run = launch(*words, "-H", cluster.hostfile, JOB, cluster=cluster)
         assert run.code == 3, run
@@ -248,7 +248,7 @@ def test_unknown_host(make_cluster, launch):
 
 def test_a_host_without_distrib_is_named(make_cluster, launch, tmp_path):
     cluster = make_cluster(2)
-    # n2 sees an interpreter that lacks every package, at the same path.
+    # n2 has an interpreter without packages at the same path.
     interpreter = Path(run_python_of(launch, cluster))
     bare = tmp_path / "python"
     real = tmp_path / "real"
@@ -307,9 +307,9 @@ def no_job_process_left(cluster, *, within_seconds):
 
 
 def test_more_hosts_than_the_engine_calls_by_itself(make_cluster, launch, tmp_path):
-    """Of more than 64 hosts PRRTE would have the first call the others, and end the start without a word where one fails."""
+    """Beyond 64 hosts, PRRTE lets the first hosts start the others. If one of those fails, the start ends silently."""
     cluster = make_cluster(66)
-    # Only the launcher's machine gets in, as where its user's keys are nowhere else.
+    # Only the launcher's machine may connect, as where the user's keys are on no other host.
     chain, rule = "{ type filter hook input priority 0; }", f"ip saddr != {cluster.address('n1')} tcp dport 22 drop"
     for words in ("add table inet own", f"add chain inet own in {chain}", f"add rule inet own in {rule}"):
         cluster.run("n66", ["nft", words], check=True)
@@ -361,7 +361,7 @@ def test_who_stops_a_job_while_hosts_are_asked_why_it_did_not_start_does_not_wai
     deadline = time.monotonic() + 20
     while not asked.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)  # not SIGINT, which a shell that starts the tests in its background sets aside
+    process.send_signal(signal.SIGTERM)  # shells that start the tests in the background ignore SIGINT
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "error: interrupted" in err, err
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "stopped"

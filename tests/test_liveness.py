@@ -1,4 +1,4 @@
-"""Whether a silent host is still there: its kernel answers a knock, or it does not."""
+"""Health of silent hosts: a host is alive if its kernel replies to a connection attempt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_host_that_is_silent_but_accepts_a_connection_lives():
 
 def test_a_host_lives_that_answers_at_one_of_its_ports():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as callers:
-        for _ in range(3):  # what its queue does not hold is dropped without an answer
+        for _ in range(3):  # the kernel drops connects beyond its queue
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(full.getsockname())
@@ -53,7 +53,7 @@ def test_a_host_lives_that_answers_at_one_of_its_ports():
 
 
 def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(monkeypatch):
-    # Nothing on this machine drops packets silently, so the boundary is faked: connects that stay open for ever.
+    # This machine drops no packets silently, so the test fakes connects that stay open.
     monkeypatch.setattr(socket.socket, "connect_ex", lambda self, target: 115)
     monkeypatch.setattr("distrib_launch.supervisor.host_health.select.poll", lambda: Deaf())
     health = HostHealth(0.2)
@@ -65,9 +65,9 @@ def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(m
 
 
 def test_a_host_to_which_the_kernel_knows_no_way_any_more_does_not_live():
-    """As on a network without a router, some seconds after the host was lost: each attempt fails at once."""
+    """Every attempt fails at once, as on a network without a router some seconds after the loss."""
     health = HostHealth(0.1)
-    health.watch("gone", "255.255.255.255", None)  # which no connection can be made to
+    health.watch("gone", "255.255.255.255", None)  # every connection to it fails
     assert wait_for(health, 10) == ["gone"]
 
 

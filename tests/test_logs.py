@@ -1,4 +1,4 @@
-"""What the terminal and the files get of what ranks print."""
+"""Output of ranks on the terminal and in files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path, blocks)
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: os.set_blocking(1, blocks),
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 20  # nobody reads the pipe, which holds 64 KiB
+        deadline = time.monotonic() + 20  # the pipe is not read and holds 64 KiB
         while not all((tmp_path / f"done-{r}").exists() for r in range(2)):
             assert time.monotonic() < deadline, "the ranks wait for the terminal"
             time.sleep(0.05)
@@ -61,7 +61,7 @@ def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path, blocks)
 
 
 def test_a_launcher_that_is_stopped_for_a_while_does_not_end_the_job(tmp_path):
-    """By Ctrl-Z, or because its disk hangs, while more is printed than the sockets hold."""
+    """Ctrl-Z or a hanging disk stops the launcher while the rank prints more than the sockets hold."""
     script = tmp_path / "flood.py"
     script.write_text("for n in range(500_000):\n    print(f'{n:099}')\nopen('done', 'w').close()\n")
     process = subprocess.Popen(
@@ -119,7 +119,7 @@ def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_pa
     try:
         while part := os.read(master, 1000):
             shown += part
-    except OSError:  # how Linux says that the last writer has closed a terminal
+    except OSError:  # Linux: the last writer closed the terminal
         pass
     os.close(master)
     assert process.wait(timeout=10) == 0
@@ -144,7 +144,7 @@ def test_how_far_a_progress_bar_is_is_shown_now_and_then(monkeypatch):
 
 
 def test_a_progress_bar_within_another_is_drawn_on_no_line_of_its_own(monkeypatch):
-    """As tqdm does it, with a terminal or without: a line down, the inner bar, and up again."""
+    """tqdm moves one line down, draws the inner bar and moves up again, with a terminal or without."""
     monkeypatch.setattr(console, "BAR_SECONDS", 600.0)
     terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))
     for epoch in range(2):
@@ -190,7 +190,7 @@ def test_folding_keeps_every_line_and_each_ranks_order(said):
 
 
 def test_a_flood_of_one_line_is_folded_in_no_time():
-    """Not in the square of its length: what comes from a rank in one piece holds up all else."""
+    """Folding is not quadratic: a long chunk of one rank blocks all other output."""
     folder = Folder()
     for _ in range(100_000):
         folder.add(0, b"waiting")
@@ -200,7 +200,7 @@ def test_a_flood_of_one_line_is_folded_in_no_time():
     assert [line.ranks for line in shown] == [[0, 1]] * 50_000 + [[0]] * 50_000
 
 
-@pytest.mark.parametrize("day", [b"W1122", b"W122"])  # torch writes no zero before a month
+@pytest.mark.parametrize("day", [b"W1122", b"W122"])  # torch does not pad the month
 def test_the_time_in_torchs_own_lines_does_not_keep_them_apart(day):
     folder = Folder()
     for rank in range(3):

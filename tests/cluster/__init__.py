@@ -1,4 +1,4 @@
-"""A cluster of virtual hosts on one machine, for tests and for playing with; see `virtual.py`."""
+"""Cluster of virtual hosts on one machine, for tests and experiments; see `virtual.py`."""
 
 from tests.cluster.virtual import Cluster, ClusterUnavailable, why_unavailable
 

@@ -1,4 +1,4 @@
-"""Whether this machine's processors are its own just now: one that others share cannot carry what virtual links are shaped to."""
+"""CPU steal check: a machine that shares its CPUs with others cannot sustain the rates of virtual links."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from pathlib import Path
 
 CALM = 0.03
-"""The part of the processors' time that others may take."""
+"""Largest fraction of CPU time that other virtual machines may steal."""
 
 
 def wait_for_calm(most_seconds: float = 150.0) -> None:
-    """Until nobody else takes much of the processors' time."""
+    """Wait until the stolen fraction of CPU time is at most `CALM`, or for `most_seconds`."""
     deadline = time.monotonic() + most_seconds
     while _stolen() > CALM and time.monotonic() < deadline:
         time.sleep(3)
 
 
 def _stolen() -> float:
-    """The part that others take while all processors have something to do."""
+    """Return the stolen fraction of CPU time while all CPUs are busy."""
     before = _times()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     time.sleep(1)
@@ -32,5 +32,5 @@ def _stolen() -> float:
 
 
 def _times() -> list[int]:
-    """User, nice, system, idle, iowait, irq, softirq and steal of all processors so far, in ticks."""
+    """Return user, nice, system, idle, iowait, irq, softirq and steal of all CPUs so far, in ticks."""
     return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]

@@ -1,7 +1,7 @@
 """Slurm on the virtual cluster: a real slurmctld on the first host, a real slurmd on every host.
 
-Debian's packages slurmctld, slurmd, slurm-client and munge, with keys, sockets, spool folders and configuration of the
-cluster's own: nothing of a Slurm that the machine may have is read or touched, and all goes with the cluster.
+Uses Debian's packages slurmctld, slurmd, slurm-client and munge. Keys, sockets, spool folders and configuration
+belong to the cluster and are removed with it. A Slurm of the machine is neither read nor changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_unavailable() -> str | None:
-    """What is missing here for Slurm on a virtual cluster, or None."""
+    """Return the reason why Slurm cannot run on a virtual cluster here, or None."""
     if why := why_no_cluster():
         return why
     for tool, package in (
@@ -68,10 +68,10 @@ def why_unavailable() -> str | None:
 
 
 class SlurmCluster(Cluster):
-    """A virtual cluster whose hosts are the nodes of a Slurm of their own, with `slots` CPUs each.
+    """Virtual cluster whose hosts are the nodes of its own Slurm, with `slots` CPUs each.
 
-    To Slurm each has `gpus` GPUs too, which are none: other files stand for theirs.
-    Commands started with `run` and `popen` find it (SLURM_CONF); `processes` leaves its daemons out.
+    Each node has `gpus` fake GPUs, represented by other device files.
+    Commands started with `run` and `popen` use this Slurm (SLURM_CONF). `processes` omits its daemons.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SlurmCluster(Cluster):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command needs to find this Slurm and no other."""
+        """Environment variables that select this Slurm."""
         return {"SLURM_CONF": str(self._slurm / "slurm.conf")}
 
     def popen(
@@ -120,14 +120,14 @@ class SlurmCluster(Cluster):
         }
 
     def jobs(self) -> list[str]:
-        """Jobs that Slurm has not done with, each as `id name state`."""
+        """List the unfinished jobs of Slurm, each as `id name state`."""
         return self.run(self.hosts[0], ["squeue", "--noheader", "--format=%i %j %T"], check=True).stdout.splitlines()
 
     def logs(self) -> str:
-        """What Slurm's daemons wrote, for the message of a failed test."""
+        """Return the logs of Slurm's daemons, for the message of a failed test."""
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self._slurm.glob("*.log")))
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------------------------
 
     @property
     def _slurm(self) -> Path:
@@ -143,7 +143,7 @@ class SlurmCluster(Cluster):
         (self._slurm / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self._slurm}/cgroup\n")
         for host in self.hosts:
             (self._slurm / f"spool-{host}").mkdir()
-            (self._slurm / f"tmp-{host}").mkdir()  # in one that hosts share, the second one's PMIx server refuses
+            (self._slurm / f"tmp-{host}").mkdir()  # in a shared one, the second PMIx server fails
         files = "".join(f"Name=gpu File=/dev/tty{number}\n" for number in range(self.gpus))
         (self._slurm / "gres.conf").write_text(files)
         plugins = next(Path("/usr/lib").glob("*/slurm-wlm"), Path("/usr/lib/slurm"))
@@ -169,7 +169,7 @@ class SlurmCluster(Cluster):
 
     def _start_munge(self) -> None:
         munge = self.directory / "munge"
-        # One serves every host: it is reached by its socket, and the hosts share the file system.
+        # One munged serves every host through its socket, because the hosts share the file system.
         self._daemon(
             self.hosts[0], "/usr/sbin/munged", "--foreground", "--force", f"--key-file={munge}/key",
             f"--socket={munge}/socket", f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",

@@ -1,10 +1,9 @@
-"""Hosts made of Linux namespaces, joined by links of a chosen rate.
+"""Virtual hosts: Linux namespaces joined by links of a chosen rate.
 
 Every host has its own network, UTS, IPC and mount namespace: its own hostname, hosts file, `/dev/shm`, sshd and one
-network card `eth0`, plugged into a bridge that lives in a namespace of its own. The file system and the process
-numbers are shared with the machine. Addresses come from 198.18.0.0/15 (RFC 2544, set aside for benchmarks) and
-never leave the namespaces. Needs root, iproute2 and sshd; nothing outside the namespaces is touched except
-`/etc/netns/<name>`, which `down` removes.
+NIC `eth0`, plugged into a bridge in a namespace of its own. Hosts share the file system and the process numbers with
+the machine. Addresses come from 198.18.0.0/15 (RFC 2544, reserved for benchmarks) and never leave the namespaces.
+Needs root, iproute2 and sshd. Outside the namespaces, only `/etc/netns/<name>` changes, and `down` removes it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from types import TracebackType
 STATE_ROOT = Path("/run/distrib-cluster")
 HOME_SSH = Path.home() / ".ssh"
 OWN_NAMES = f"dc{os.getpid()}-"
-"""How the names begin of clusters that this process builds; other processes' may be up at the same time."""
+"""Name prefix of the clusters that this process builds. Clusters of other processes may be up at the same time."""
 
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class ClusterUnavailable(Exception):
-    """Why this machine cannot build a virtual cluster."""
+    """Error: this machine cannot build a virtual cluster."""
 
 
 def why_unavailable() -> str | None:
-    """What is missing here for a virtual cluster, or None."""
+    """Return the reason why no virtual cluster can be built here, or None."""
     if os.geteuid() != 0:
         return "needs root"
     for tool in ("ip", "tc", "nft", "nsenter", "unshare", "ssh", "ssh-keygen"):
@@ -47,7 +46,7 @@ def why_unavailable() -> str | None:
 
 
 def parse_rate(text: str) -> int:
-    """Bits per second of a rate as `tc` writes it: `1gbit`, `200mbit`."""
+    """Return the bits per second of a rate as `tc` writes it: `1gbit`, `200mbit`."""
     for unit in sorted(UNITS, key=len, reverse=True):
         if text.endswith(unit):
             return int(float(text[: -len(unit)]) * UNITS[unit])
@@ -62,12 +61,12 @@ def _sh(*command: str, check: bool = True, text: str | None = None) -> str:
 
 
 class Cluster:
-    """`hosts` virtual hosts named n1, n2, ... with `slots` slots each.
+    """Cluster of `hosts` virtual hosts named n1, n2, ... with `slots` slots each.
 
-    `rate` shapes every host's link in both directions (None: unshaped, tens of Gb/s); `rates` overrides it by host.
-    `racks` are hosts that share a bridge of their own, joined to the others by an uplink of `trunk_rate`.
-    `second_rates`: hosts that have a second network card `eth1` of that rate, on a network of its own (198.19.0.0/16).
-    Use it as a context manager, or call `up` and `down`. After `up`, `hostfile` lists the hosts and `directory` is a
+    `rate` shapes every host's link in both directions (None: unshaped, tens of Gb/s). `rates` overrides it by host.
+    `racks` are hosts that share a bridge of their own. An uplink of `trunk_rate` joins it to the others.
+    `second_rates`: hosts with a second NIC `eth1` of that rate, on a separate network (198.19.0.0/16).
+    Use it as a context manager, or call `up` and `down`. After `up`, `hostfile` lists the hosts, and `directory` is a
     scratch folder that every host sees.
     """
 
@@ -93,7 +92,7 @@ class Cluster:
         self.directory = STATE_ROOT / self.name
         self._sshds: dict[str, subprocess.Popen[bytes]] = {}
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- lifecycle ----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Cluster:
         try:
@@ -107,7 +106,7 @@ class Cluster:
         self.down()
 
     def up(self) -> None:
-        """Build namespaces, links and sshds; return when every sshd answers."""
+        """Build namespaces, links and sshds. Return when every sshd accepts connections."""
         if why := why_unavailable():
             raise ClusterUnavailable(why)
         self.directory.mkdir(parents=True)
@@ -149,7 +148,7 @@ class Cluster:
             self._wait_sshd(host)
 
     def down(self) -> None:
-        """Kill whatever runs on the hosts and remove every trace. Safe to call at any time, and twice."""
+        """Kill all processes on the hosts and remove every trace. Safe to call at any time, and twice."""
         for host in self.hosts:
             self._kill_all(host)
         for namespace in [*map(self.namespace, self.hosts), self._net]:
@@ -160,13 +159,13 @@ class Cluster:
 
     @classmethod
     def load(cls, name: str) -> Cluster:
-        """A cluster that another process built with `up`."""
+        """Load a cluster that another process built with `up`."""
         state = json.loads((STATE_ROOT / name / "state.json").read_text())
         cluster = cls(len(state["rates"]), slots=state["slots"], name=name)
         cluster.rates = state["rates"]
         return cluster
 
-    # -- facts --------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------
 
     @property
     def hostfile(self) -> Path:
@@ -180,7 +179,7 @@ class Cluster:
         return f"198.{18 + card}.{index // 250}.{index % 250}"
 
     def processes(self, host: str) -> dict[int, str]:
-        """Command line by process number of everything on a host but its sshd listener."""
+        """Return the processes of a host without its sshd listener: process number to command line."""
         keep = self._listener(host)
         found = {}
         for pid in map(int, _sh("ip", "netns", "pids", self.namespace(host), check=False).split()):
@@ -194,7 +193,7 @@ class Cluster:
         return found
 
     def left_over(self, *, within_seconds: float = 0.0) -> dict[str, dict[int, str]]:
-        """Processes that are on the hosts still, after waiting up to `within_seconds` for there to be none."""
+        """Return the processes that remain on the hosts, after waiting up to `within_seconds` for their end."""
         deadline = time.monotonic() + within_seconds
         while True:
             found = {host: p for host in self.hosts if (p := self.processes(host))}
@@ -202,12 +201,12 @@ class Cluster:
                 return found
             time.sleep(0.1)
 
-    # -- doing things on hosts ------------------------------------------------------------------------------------
+    # -- commands on hosts ----------------------------------------------------------------------------------------
 
     def enter(
         self, host: str, command: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str] | None = None
     ) -> list[str]:
-        """The command line that runs `command` on `host`, as a login there would, in `cwd` or the present directory."""
+        """Return the command line that runs `command` on `host` as a login does, in `cwd` or the current directory."""
         directory = f"--wd={Path(cwd or '.').absolute()}"
         return ["nsenter", directory, "-t", str(self._listener(host)), "-n", "-u", "-m", "-i", "--", *map(str, command)]
 
@@ -221,7 +220,7 @@ class Cluster:
         cwd: str | os.PathLike[str] | None = None,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end, its output captured as text."""
+        """Run a command on a host to its end and capture its output as text."""
         with self.popen(host, command, env=env, cwd=cwd) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
@@ -243,13 +242,13 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on a host; its standard output and error are pipes."""
+        """Start a command on a host, with pipes for its standard output and error."""
         return subprocess.Popen(
             self.enter(host, command, cwd=cwd), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, errors="replace", env={**os.environ, **(env or {})}, cwd=cwd,
         )  # fmt: skip
 
-    # -- weather ------------------------------------------------------------------------------------------------
+    # -- faults -------------------------------------------------------------------------------------------------
 
     def shape(self, host: str, rate: str | None) -> None:
         """Set a host's link rate in both directions; None lifts the limit."""
@@ -259,30 +258,31 @@ class Cluster:
             self._limit(namespace, device, rate)
 
     def cut(self, host: str) -> None:
-        """Take a host's link down; its processes run on."""
+        """Take a host's link down. Its processes continue."""
         _sh("ip", "-n", self._net, "link", "set", f"p{self.hosts.index(host) + 1}", "down")
 
     def lose(self, host: str) -> None:
-        """The host loses power: silence on the wire, then every process on it is gone."""
+        """Simulate the power loss of a host: take its link down, then kill every process on it."""
         self.cut(host)
         self._kill_all(host)
 
     def restore(self, host: str) -> None:
-        """Bring a cut or lost host back: link up and carrying frames, and sshd again if it had died."""
+        """Restore a cut or lost host: its link carries frames again, and its sshd runs."""
         port = f"p{self.hosts.index(host) + 1}"
         _sh("ip", "-n", self._net, "link", "set", port, "up")
         self._wait_link(host, port)
-        for other in self.hosts:  # an address that nobody answered for is unreachable for seconds more
+        for other in self.hosts:  # an address that did not reply stays unreachable for seconds
             if other != host:
                 _sh("ip", "-n", self.namespace(other), "neigh", "flush", "to", self.address(host), check=False)
-        if not (self.directory / f"{host}.pid").exists():  # lost, maybe by another process
+        if not (self.directory / f"{host}.pid").exists():  # lost, maybe through another process
             self._start_sshd(host)
             self._wait_sshd(host)
 
     def wall(self, host: str, *, ports: str = "22", hook: str = "input", verdict: str = "drop") -> None:
-        """Put a firewall before a host's eth0 that lets in ssh alone, or calls of these ports (`hook` output: out), for good.
+        """Install a permanent firewall on a host's eth0 that admits only ssh, or connections to the given ports.
 
-        `verdict`: ufw and clouds drop what is not allowed, firewalld answers `reject with icmpx admin-prohibited`.
+        `hook`: `output` filters outgoing connections. `verdict`: ufw and clouds drop packets,
+        firewalld uses `reject with icmpx admin-prohibited`.
         """
         way = "iifname" if hook == "input" else "oifname"
         _sh("ip", "netns", "exec", self.namespace(host), "nft", "-f", "-", text=f"""table inet wall {{ chain {hook} {{
@@ -291,19 +291,19 @@ class Cluster:
         }}; }}""")  # fmt: skip
 
     def part(self, host: str, other: str) -> None:
-        """From now on no packet passes between the eth0 of two hosts; both reach all others."""
+        """Drop all packets between the eth0 of two hosts. Both still reach all other hosts."""
         _sh("ip", "netns", "exec", self.namespace(host), "nft", "-f", "-", text=f"""table inet parted {{
             chain input {{ type filter hook input priority filter; ip saddr {self.address(other)} drop; }};
             chain output {{ type filter hook output priority filter; ip daddr {self.address(other)} drop; }};
         }}""")  # fmt: skip
 
     def raise_mtu(self, narrow: str, mtu: int = 9000) -> None:
-        """Give all hosts, and the ports that they are plugged into, jumbo frames; but not the port of the host `narrow`.
+        """Set jumbo frames on all hosts and their bridge ports, except the port of the host `narrow`.
 
-        As on a switch where one port was forgotten: short packets pass, and the longer ones are dropped without a word.
+        This simulates a switch with one forgotten port: it passes short packets and drops longer ones silently.
         """
         for number, host in enumerate(self.hosts, start=1):
-            # Without segments put together by the kernel (GSO), which a port passes however long they are.
+            # Disable GSO, because a port passes segments that the kernel merged, however long they are.
             _sh("ip", "-n", self.namespace(host), "link", "set", "eth0", "mtu", str(mtu), "gso_max_segs", "1")
             if host != narrow:
                 _sh("ip", "-n", self._net, "link", "set", f"p{number}", "mtu", str(mtu))
@@ -316,10 +316,10 @@ class Cluster:
         path = Path("/etc/netns") / self.namespace(host) / "hosts"
         path.write_text("\n".join(lines) + "\n")
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------------------------
 
     def _wait_link(self, host: str, port: str) -> None:
-        """The kernel tells both ends and the bridge of a carrier later, on a busy machine by a second."""
+        """Wait until both ends and the bridge report the carrier, on a busy machine up to a second later."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             (far,) = json.loads(_sh("ip", "-n", self._net, "-d", "-j", "link", "show", port))
@@ -348,10 +348,10 @@ class Cluster:
 
     @staticmethod
     def _limit(namespace: str, device: str, rate: str | None) -> None:
-        """Shape what leaves by a device."""
+        """Limit the outgoing rate of a device."""
         _sh("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root", check=False)
         if rate is not None:
-            # A millisecond's worth of bytes, and never less than two of the 64 KiB packets that veth passes whole.
+            # One millisecond's worth of bytes, and at least two of the 64 KiB packets that veth passes whole.
             burst = max(128 * 1024, parse_rate(rate) // 8 // 1000)
             _sh("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf",
                 "rate", rate, "burst", str(burst), "latency", "50ms")  # fmt: skip
@@ -414,12 +414,12 @@ class Cluster:
                     pass
             time.sleep(0.02)
         if sshd := self._sshds.pop(host, None):
-            sshd.kill()  # it may not have been in its namespace yet
+            sshd.kill()  # it may not have entered its namespace yet
             sshd.wait()
         (self.directory / f"{host}.pid").unlink(missing_ok=True)
         (self.directory / f"sshd-{host}.log").unlink(missing_ok=True)
 
 
 def names() -> list[str]:
-    """Clusters that are up on this machine."""
+    """Return the names of the clusters that are up on this machine."""
     return sorted(p.name for p in STATE_ROOT.iterdir()) if STATE_ROOT.exists() else []

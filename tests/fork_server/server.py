@@ -77,7 +77,7 @@ def become(request, descriptors):
 
 
 def serve(path):
-    """Answer requests. Returns in a child, with the words of its script; ends with standard input in the server."""
+    """Serve requests. In a child, return the words of its script. In the server, exit when standard input ends."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(100)
@@ -102,7 +102,7 @@ def serve(path):
                 pid = os.fork()
                 if pid == 0:
                     for opened in (selector, listener, connection, *(other for _, other in children.values())):
-                        opened.close()  # now: their numbers will be the script's
+                        opened.close()  # now, because their numbers will be the script's
                     become(request, descriptors)
                     return request["words"]
                 for number in descriptors:

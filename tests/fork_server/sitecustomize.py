@@ -9,7 +9,7 @@ import sys
 
 
 def script_words(words):
-    """Return the words of a Python command from its script or `-m` on; None where it has neither."""
+    """Return the words of a Python command from its script or `-m` on, or None if it has neither."""
     for place, word in enumerate(words[1:], 1):
         if word == "-m" or not word.startswith("-"):
             return words[place:]
@@ -64,7 +64,7 @@ def stand_in(path, words):
         signal.signal(number, lambda number, _: os.kill(child, number))
     for number in descriptors:
         if number != 2:
-            os.close(number)  # whoever reads sees the end when the script ends
+            os.close(number)  # readers see the end when the script ends
     status = server.recv(8)
     os.close(2)
     status = os.waitstatus_to_exitcode(int.from_bytes(status, "big")) if status else 70
