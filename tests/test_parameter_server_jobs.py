@@ -287,8 +287,10 @@ def test_all_servers_die_at_once_with_their_replicas(tmp_path):
     result, out = ended(tmp_path, job)
     assert result["status"] == "succeeded", out
     assert "of which no replica is left" in out
-    for low, high in counts(tmp_path):  # an applied update without a received reply is lost
-        assert 20 < low <= high <= 40
+    # Updates that no worker had received are lost. One that the other worker had received, and whose own worker had no
+    # acknowledgement, is sent again.
+    for low, high in counts(tmp_path):
+        assert 20 < low <= high <= 41
 
 
 def test_a_server_without_replica_is_started_again(tmp_path):
