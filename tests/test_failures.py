@@ -378,9 +378,7 @@ def test_of_a_time_out_those_are_told_who_were_not_there(tmp_path):
     first, other = (ending(rank, exit_code=None, signal=6, consequence=True) for rank in (0, 1))
     endings = [first, other, ending(2, exit_code=None, signal=15, stopped_by="launcher")]
     failure = root_cause.describe_failure(first, endings, log, "/py")
-    assert failure.message.endswith(
-        "or the network stood still) (still there, and perhaps what they waited for: rank 2)"
-    )
+    assert failure.message.endswith("or the network failed) (still there, and perhaps what they waited for: rank 2)")
     assert "rank 1: timed out, too" in root_cause.failure_report(failure, endings, started=0)
 
 

@@ -101,10 +101,10 @@ def test_a_call_tells_why_it_failed():
             caller.setblocking(False)
             caller.connect_ex(full.getsockname())
         with socket.create_server(("127.0.0.1", 0)) as gone:
-            nobody = gone.getsockname()
+            closed = gone.getsockname()
         port = connectivity_agent.port_number(there)
         told = connectivity_agent.test_targets(
-            [("127.0.0.1", port), nobody, full.getsockname(), ("127.0.0.2", port)], 0.3
+            [("127.0.0.1", port), closed, full.getsockname(), ("127.0.0.2", port)], 0.3
         )
     assert told == ["", "Connection refused", "timed out", ""]
     assert connectivity_agent.test_targets([], 0.3) == []

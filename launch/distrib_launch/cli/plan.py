@@ -22,7 +22,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 (powers of two between) "
                       "or 1,2,4 (default: up to those there are, or 16)")  # fmt: skip
     plan.add_argument("--ranks-per-node", type=integer("ranks"), metavar="N", help="default: the hostfile's slots, a rank for each GPU, or "
-                      "8 with GPUs that nobody described, 1 on CPUs")  # fmt: skip
+                      "8 with GPUs that no file describes, 1 on CPUs")  # fmt: skip
     what = plan.add_argument_group("what if")
     what.add_argument("--gpu", metavar="NAME", help="with GPUs of this kind")
     what.add_argument("--network", metavar="NET", help="with this network: 25GbE, HDR, '4 x NDR', 'RoCE 100Gb/s'")
