@@ -819,6 +819,19 @@ def test_an_engine_that_starts_nothing_is_reported_with_its_own_words(launch, tm
     assert "no licence today" in run.err
 
 
+def test_a_start_that_fails_in_the_listener_of_pmix_is_tried_once_more(launch, tmp_path):
+    mpirun, failed = tmp_path / "mpirun", tmp_path / "failed"
+    real = LAUNCH.parent / "mpirun"
+    mpirun.write_text(
+        f'#!/bin/sh\n[ -e {failed} ] && shift 2 && exec {real} --prefix {real.parent.parent} "$@"\n'  # another --prefix
+        f'touch {failed}\nprintf "The PMIx server\'s listener thread failed to start. We cannot\\ncontinue.\\n" >&2\nexit 1\n'
+    )
+    mpirun.chmod(0o755)
+    run = launch("-np", "2", "--mpirun", mpirun, JOB)
+    assert run.code == 0, run
+    assert run.err.count("trying once more") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "whose"),
     [

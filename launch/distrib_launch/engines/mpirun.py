@@ -42,6 +42,11 @@ AGENT_SETTINGS = "agent.json"
 """File in the run directory with the settings of `ssh_wrapper`."""
 SILENT_FAILURE = 213
 """PRTE_ERR_SILENT as an exit code: a daemon failed without a message; seen once in hundreds of starts on busy machines."""
+TRANSIENT_FAILURES = (rf"^\s*Daemon exit status: {SILENT_FAILURE}$", "PMIx server's listener thread failed to start")
+"""Patterns in the output of a failed start that may succeed the next time.
+
+PMIx's listener failed in about one of a thousand starts on busy machines: https://github.com/lfortran/lfortran/issues/8610
+"""
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
 """Disabled PRRTE components: they would replace the planned slots and ssh command. PRRTE ignores unknown names."""
 SHELLS = ("sh", "bash", "zsh", "csh", "tcsh", "ksh", "dash")
@@ -225,12 +230,12 @@ class Mpirun(Engine):
         return None
 
     def is_transient_failure(self, output: str) -> bool:
-        """Return True if a daemon failed without a message.
+        """Return True if a daemon failed without a message, or PMIx could not start its listener.
 
         Args:
             output: Output of mpirun.
         """
-        return re.search(rf"^\s*Daemon exit status: {SILENT_FAILURE}$", output, re.MULTILINE) is not None
+        return any(re.search(pattern, output, re.MULTILINE) for pattern in TRANSIENT_FAILURES)
 
     def lost_host(self, output: str) -> str:
         """Return the host whose daemon PRRTE lost; empty if it reports none.

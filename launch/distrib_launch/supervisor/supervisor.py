@@ -284,7 +284,7 @@ class Supervisor:
         failed.end(self._turn_once)
         host = self._runtime.lost_host(failed.output)
         where = f" on {host}" if host else ""
-        self.job.warn(f"{self.job.plan.engine} could not start its daemon{where} and gave no reason; trying once more")
+        self.job.warn(f"{self.job.plan.engine} could not start its daemon{where}; trying once more")
         failed.log.rename(self.job.run_dir / run_directory.FIRST_ENGINE_LOG)
         self._engine = self._start_engine(listener)
 
