@@ -185,10 +185,15 @@ def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.Asy
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from public_functions(node.body)
-        elif isinstance(node, FUNCTIONS) and not node.name.startswith("_"):
+        elif isinstance(node, FUNCTIONS) and not node.name.startswith("_") and not is_overload(node):
             every = (n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg))
             if any(name not in ("self", "cls") for name in every):
                 yield node
+
+
+def is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return True for a signature of `typing.overload`, whose implementation has the docstring."""
+    return any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list)
 
 
 def duplicates(names: Iterable[tuple[str, str]]) -> list[str]:
