@@ -25,7 +25,7 @@ TRIED_BUCKETS_MIB, TRIED_ACCUMULATION, TRIED_INNER_STEPS = (1, 5, 100), (4, 16),
 MIN_SUBSET_SPEEDUP = 1.1
 """The least gain in samples per second of a subset of hosts: twice the expected error of measured links."""
 
-SAME_AS_SYNC = "the same as synchronous SGD: the sums are those of the gradients themselves"
+SAME_AS_SYNC = "same as synchronous SGD"
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool
     """True if numerically equivalent to synchronous SGD."""
     convergence: str
-    """The effect on convergence, in a sentence."""
+    """The effect on convergence, in a few words."""
     options: tuple[str, ...]
     """The options of `distrib-launch` that select the strategy."""
     batch: int | None = None
@@ -300,54 +300,41 @@ def _larger_batches(fabric: Fabric, workload: Workload, strategy: Strategy) -> l
         if prediction.fits_memory is not False:
             found.append(
                 Recommendation(
-                    strategy=strategy, prediction=prediction, exact=False, convergence=_larger_batch_effect(times), options=strategy_options(strategy),
+                    strategy=strategy, prediction=prediction, exact=False, convergence=f"global batch x {times}", options=strategy_options(strategy),
                     batch=larger.batch,
                 )
             )  # fmt: skip
     return found
 
 
-def _larger_batch_effect(times: int) -> str:
-    return (
-        f"a global batch {times} times as large: fewer updates per epoch; scale the learning rate, and beyond some batch "
-        "accuracy falls"
-    )
-
-
 def convergence_effect(strategy: Strategy) -> str:
-    """Describe the effect of a strategy on convergence.
+    """Describe the effect of a strategy on convergence: `stale gradients, in 16 bits`.
 
     Args:
         strategy: The strategy.
 
     Returns:
-        A sentence.
+        A clause of a few words.
     """
     effects = []
     if strategy.mode == "async":
-        bound = f"at most {strategy.staleness} steps" if strategy.staleness is not None else "without bound"
-        # Measured with and without these corrections: docs/benchmarks/parameter-server.md.
+        bound = f", at most {strategy.staleness} steps late" if strategy.staleness is not None else ""
+        # Measured with and without these corrections: docs/explanation/staleness.md.
         is_corrected = strategy.stale_rate and strategy.momentum_correction
-        effect = "a sample teaches about as much, check yours" if is_corrected else "worse per step, check yours"
-        effects.append(
-            f"gradients are applied to parameters that other workers have changed meanwhile ({bound}): {effect}"
-        )
+        effects.append(f"stale gradients{bound}" + ("" if is_corrected else ", not corrected"))
     if strategy.mode == "local":
-        effects.append(
-            f"ranks diverge for {strategy.inner_steps or INNER_STEPS} steps and are averaged: more samples for the same loss, "
-            "more so with more ranks; tune H"
-        )
+        effects.append(f"parameters averaged every {strategy.inner_steps or INNER_STEPS} steps")
     if strategy.accumulate > 1:
-        effects.append(_larger_batch_effect(strategy.accumulate))
+        effects.append(f"global batch x {strategy.accumulate}")
     gradients = strategy.gradients
     if gradients.format in ("fp16", "bf16"):
-        effects.append(f"gradients are rounded to {gradients}: rarely visible")
+        effects.append("gradients in 16 bits")
     elif gradients.format == "int8":
-        effects.append("gradients are rounded to 8 bits, what is lost is added to the next: often no loss, check yours")
-    elif gradients.format in ("powersgd", "topk"):
-        effects.append(
-            f"only a sketch of the gradients travels ({gradients}), the rest is added to the next: slower at first, check yours"
-        )
+        effects.append("gradients in 8 bits, error fed back")
+    elif gradients.format == "powersgd":
+        effects.append(f"gradients of rank {gradients.rank}, error fed back")
+    elif gradients.format == "topk":
+        effects.append(f"{gradients.fraction:.2%} of the gradients, error fed back".replace(".00", ""))
     return "; ".join(effects) or SAME_AS_SYNC
 
 

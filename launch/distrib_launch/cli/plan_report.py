@@ -23,7 +23,7 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
         plan: Predictions and recommendations.
     """
     work = plan.workload
-    told = [
+    report = [
         *_wrapped(
             f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
             f"{duration_text(work.compute_seconds + work.loader_seconds)} a step alone, {size_text(work.gradient_bytes)} of gradients; "
@@ -40,17 +40,14 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
         *_wrapped(_fewer(request, plan)),
     ]
     if plan.compared:
-        told += ["", *_comparison(plan.compared)]
-    if plan.advice:
-        told += ["", f"what to do on {request.largest} host{'' if request.largest == 1 else 's'}, best first:"]
-        told += advice_table(plan.advice)
-    told += [""]
+        report += ["", *_comparison(plan.compared)]
+    report += _advice(plan.advice, f"{request.largest} host{'' if request.largest == 1 else 's'}")
+    report += [""]
     links = plan.predictions[-1].expected_error
-    told += _wrapped(
-        f"error to expect of a step: {plan.expected_error:.0%} (of what is between ranks {links:.0%}, of what each computes "
-        f"{work.expected_error:.0%}: {work.source})"
+    report += _wrapped(
+        f"expected error of a step: {plan.expected_error:.0%} (communication {links:.0%}, compute {work.expected_error:.0%}: {work.source})"
     )
-    return told + [line for note in plan.notes for line in _wrapped(f"note: {note}")]
+    return report + [line for note in plan.notes for line in _wrapped(f"note: {note}")]
 
 
 def _wrapped(text: str) -> list[str]:
@@ -89,14 +86,14 @@ def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
     wanted = f"{100 * plan.wanted_efficiency:.6g}%"
     where = f"{wanted} on {request.largest} host{'' if request.largest == 1 else 's'}"
     if plan.limit:
-        held = f", held back by {plan.limit.losses[0].what}" if plan.limit.losses else ""
+        held = f", limited by {plan.limit.losses[0].what}" if plan.limit.losses else ""
         return f"{where}: no network reaches that; the fastest would bring {plan.limit.efficiency:.0%}{held}"
     if plan.needed_bytes_per_second is None:
         held = ""
         if last.efficiency < plan.wanted_efficiency:
             most = last.losses[0].what if last.losses else "compute"
-            held = f", but it reaches {last.efficiency:.0%}: held back by {most}"
-        return f"{where}: no wire between hosts is needed{held}"
+            held = f", but it reaches {last.efficiency:.0%}: limited by {most}"
+        return f"{where}: no network between hosts is needed{held}"
     has = ""
     if last.cap and not last.cap.is_inside:
         has = f"; {last.cap.link} has {rate_text(last.cap.bandwidth_bytes_per_second)}"
@@ -138,32 +135,39 @@ def _comparison(compared: Sequence[NetworkComparison]) -> list[str]:
     return table([*head, "price", "per % of efficiency"] if priced else head, rows)
 
 
-def advice_table(advice: Sequence[Recommendation]) -> list[str]:
-    """Format the recommendations as a table; letters refer to their effects on convergence below it.
+def _advice(advice: Sequence[Recommendation], hosts: str) -> list[str]:
+    """Format the settings that are faster than the current ones: first the equivalent ones, then those that affect convergence."""
+    current = next((each.prediction.samples_per_second for each in advice if not each.options and not each.batch), 0.0)
+    faster = [
+        each for each in advice if each.prediction.samples_per_second > 1.01 * current
+    ]  # less is within the error
+    exact = [each for each in faster if each.exact]
+    lossy = [each for each in faster if not each.exact]
+    lines = []
+    if exact:
+        rows = [_advice_row(each)[:3] for each in exact]
+        lines += [
+            "",
+            f"faster on {hosts}, same result:",
+            *table(("options", "samples/s", "efficiency"), rows, left=(0,)),
+        ]
+    if lossy:
+        head = ("options", "samples/s", "efficiency", "effect on convergence")
+        lines += [
+            "",
+            f"faster on {hosts}, other convergence (compare the loss):",
+            *table(head, [_advice_row(each) for each in lossy]),
+        ]
+    return lines
 
-    Args:
-        advice: Recommendations, the best first.
-    """
-    costs = {each.convergence: chr(ord("a") + place) for place, each in enumerate(_each_cost_once(advice))}
-    rows = [
-        (
-            f"batches of {each.batch} in the script" if each.batch else " ".join(each.options) or "as it is",
-            number_text(each.prediction.samples_per_second),
-            f"{each.prediction.efficiency:.1%}",
-            "exact" if each.exact else costs[each.convergence],
-        )
-        for each in advice
-    ]
-    told = table(("options", "samples/s", "efficiency", "convergence"), rows, left=(0, 3))
-    exact = {each.convergence for each in advice if each.exact}
-    return told + [
-        line for text, letter in costs.items() for line in _wrapped(f"{'exact' if text in exact else letter}: {text}")
-    ]
 
-
-def _each_cost_once(advice: Sequence[Recommendation]) -> list[Recommendation]:
-    ordered = sorted(advice, key=lambda each: each.exact)  # inexact ones first: they get the letters
-    return list({each.convergence: each for each in ordered}.values())
+def _advice_row(each: Recommendation) -> tuple[str, ...]:
+    return (
+        f"batches of {each.batch} in the script" if each.batch else " ".join(each.options),
+        number_text(each.prediction.samples_per_second),
+        f"{each.prediction.efficiency:.1%}",
+        each.convergence,
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
