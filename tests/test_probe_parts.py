@@ -449,10 +449,10 @@ def test_a_probe_of_another_network_is_begun_anew_and_says_so(tmp_path):
 
 def test_the_view_keeps_records_and_shows_everything_else(capsys):
     kept = []
-    with ProgressStreams(kept.append) as view:
-        view.streams[0].write(f"[0@n1] {encode_record(DONE)[:20]}")
-        view.streams[0].write(f"{encode_record(DONE)[20:]}\n[0@n1] a word\n")
-        view.streams[1].write("distrib-launch: note: so\n")
+    with ProgressStreams(kept.append) as (out, errors):
+        out.write(f"[0@n1] {encode_record(DONE)[:20]}")
+        out.write(f"{encode_record(DONE)[20:]}\n[0@n1] a word\n")
+        errors.write("distrib-launch: note: so\n")
     assert kept == [encode_record(DONE)]
     err = capsys.readouterr().err
     assert "50%" in err and "1 s left" in err
@@ -462,11 +462,12 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
 def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
     facts = HostFacts(host="a", address="10.0.0.1", interface="eth0", cpus=1, software={"more": "x" * (2 << 20)})
     line, kept = encode_record(structs.replace(START, facts=(facts,))), []
-    console = Console(["n1", "n2"], show_rank=0, streams=ProgressStreams(kept.append).streams)
-    data = f"{line}\n".encode()
-    for at in range(0, len(data), 1 << 18):
-        console.rank_output(0, 1, data[at : at + (1 << 18)])
-    console.close()
+    with ProgressStreams(kept.append) as streams:
+        console = Console(["n1", "n2"], show_rank=0, streams=streams)
+        data = f"{line}\n".encode()
+        for at in range(0, len(data), 1 << 18):
+            console.rank_output(0, 1, data[at : at + (1 << 18)])
+        console.close()
     assert kept == [line]
 
 

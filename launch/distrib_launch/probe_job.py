@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -23,8 +25,8 @@ from distrib_launch.results import Failure, Result
 
 log = get_logger("topo")
 
-MAX_RELAUNCHES = 4
-"""Launches after a failure until the probe gives up."""
+OpenStreams = Callable[[], AbstractContextManager[tuple[TextIO, TextIO]]]
+"""Opens standard output and error of one launch; the output takes the records."""
 
 
 class ProbeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +38,6 @@ class ProbeOptions(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport | None
     """The transport by which links are judged; None for a choice by rank 0."""
     drop_bad_hosts: bool
-    show_progress: bool
 
 
 class ProbeOutcome(msgspec.Struct, kw_only=True):
@@ -72,20 +73,23 @@ def probed_hosts(options: ProbeOptions) -> tuple[HostList, tuple[str, ...]]:
     return listed, tuple(host.name for host in planned)
 
 
-def run_probe(options: ProbeOptions, hosts: tuple[str, ...], journal: Journal, run_dir: Path) -> ProbeOutcome:
+def run_probe(
+    options: ProbeOptions, hosts: tuple[str, ...], journal: Journal, run_dir: Path, open_streams: OpenStreams
+) -> ProbeOutcome:
     """Launch the probe, and again after failures without lost hosts.
 
     Args:
         options: Options of the probe.
         hosts: Names of the hosts.
-        journal: Takes the records.
+        journal: Holds the records.
         run_dir: Folder of the logs.
+        open_streams: Opens the streams of each launch, which write records into the journal.
 
     Raises:
         PreflightError: Hosts failed the checks before the first launch.
         LaunchError: The probe failed and measured nothing.
     """
-    return _ProbeLaunches(options, hosts, journal, run_dir).run()
+    return _ProbeLaunches(options, hosts, journal, run_dir, open_streams).run()
 
 
 class _ProbeLaunches:
@@ -95,19 +99,22 @@ class _ProbeLaunches:
     terminates processes of healthy hosts too, and a second launch would end the same way.
     """
 
-    def __init__(self, options: ProbeOptions, hosts: tuple[str, ...], journal: Journal, run_dir: Path) -> None:
+    def __init__(
+        self, options: ProbeOptions, hosts: tuple[str, ...], journal: Journal, run_dir: Path, open_streams: OpenStreams
+    ) -> None:
         self.options, self.hosts, self.journal, self.run_dir = options, hosts, journal, run_dir
+        self._open_streams = open_streams
         self.outcome = ProbeOutcome()
         self._failed: set[str] = set()
         self._launches = 0
 
     def run(self) -> ProbeOutcome:
-        """Launch until the probe ends, or must not be launched again."""
+        """Launch until the probe ends or must not be launched again, at most five times."""
         folder = self.run_dir
-        while self._launches <= MAX_RELAUNCHES and len(self._present()) >= min(2, len(self.hosts)):
+        while self._launches < 5 and len(self._present()) >= min(2, len(self.hosts)):
             folder = self.run_dir / f"attempt{self._launches}" if self._launches else self.run_dir
             try:
-                self.outcome.result = _launch_probe(self.options, self.hosts, self._present(), self.journal, folder)
+                self.outcome.result = self._launch(folder)
             except PreflightError as error:
                 self._leave_out(error)
                 continue
@@ -122,6 +129,33 @@ class _ProbeLaunches:
         self._measure_without_gpudirect()
         self._raise_if_nothing_measured(folder)
         return self.outcome
+
+    def _launch(self, folder: Path, *, gpudirect: bool = True) -> Result:
+        """Run one job of the probe on the present hosts."""
+        options, present, journal = self.options, self._present(), self.journal
+        known = journal.resume_input(present) if journal.done_stages else b""
+        spec = ProbeSpec(
+            hosts=self.hosts, present=present, mode=options.mode, done=journal.done_with(present), resumed=bool(known),
+            primary=options.transport, gpudirect=gpudirect,
+        )  # fmt: skip
+        wanted = msgspec.structs.replace(
+            options.launch, arguments=(msgspec.json.encode(spec).decode(),), run_dir=str(folder), bind="none", show_rank=0
+        )  # fmt: skip
+        if not gpudirect:  # of several values of a variable the last one counts
+            off = f"{GPUDIRECT_VARIABLE}={GPUDIRECT_OFF_VALUES[0]}"
+            wanted = msgspec.structs.replace(wanted, variables=(*wanted.variables, off))
+        without = [host for host in self.hosts if host not in present]
+        plan = runner.plan_launch(wanted, without)
+        if options.mode == "quick":  # without all-reduce, one rank on each host measures everything
+            spread = msgspec.structs.replace(wanted.host_filter, spread=True)
+            wanted = msgspec.structs.replace(wanted, ranks=len(present), host_filter=spread)
+            plan = _with_all_gpus(runner.plan_launch(wanted, without), plan)
+        plan = _servers_on_cpus(plan, options)
+        planned = tuple(host.name for host in plan.hosts)
+        if planned != present:
+            raise LaunchError(f"ranks are planned on {', '.join(planned)}, expected {', '.join(present)}")
+        with self._open_streams() as streams:
+            return runner.launch(plan, wanted, streams=streams, script_input=known, input_ranks=(0,))
 
     def _present(self) -> tuple[str, ...]:
         return tuple(host for host in self.hosts if host not in self.outcome.lost and host not in self.outcome.left_out)
@@ -184,7 +218,7 @@ class _ProbeLaunches:
             return
         folder, why = self.run_dir / "no-gpudirect", ""
         try:
-            last = _launch_probe(self.options, self.hosts, self._present(), self.journal, folder, gpudirect=False)
+            last = self._launch(folder, gpudirect=False)
             if last.status == "stopped":
                 why, self.outcome.interrupt_code = "interrupted", last.exit_code
             elif last.status != "succeeded":
@@ -227,44 +261,6 @@ def _in_all_reduces(records: Sequence[Record]) -> bool:
         elif isinstance(record, StageDone):
             done |= record.stage == LINKS_DONE
     return done
-
-
-def _launch_probe(
-    options: ProbeOptions,
-    hosts: tuple[str, ...],
-    present: tuple[str, ...],
-    journal: Journal,
-    folder: Path,
-    *,
-    gpudirect: bool = True,
-) -> Result:
-    from distrib_launch.cli.probe_progress import ProgressStreams  # shows progress on the command's terminal
-
-    known = journal.resume_input(present) if journal.done_stages else b""
-    spec = ProbeSpec(
-        hosts=hosts, present=present, mode=options.mode, done=journal.done_with(present), resumed=bool(known),
-        primary=options.transport, gpudirect=gpudirect,
-    )  # fmt: skip
-    wanted = msgspec.structs.replace(
-        options.launch, arguments=(msgspec.json.encode(spec).decode(),), run_dir=str(folder), bind="none", show_rank=0
-    )  # fmt: skip
-    if not gpudirect:  # of several values of a variable the last one counts
-        off = f"{GPUDIRECT_VARIABLE}={GPUDIRECT_OFF_VALUES[0]}"
-        wanted = msgspec.structs.replace(wanted, variables=(*wanted.variables, off))
-    without = [host for host in hosts if host not in present]
-    if options.mode == "quick":  # without all-reduce, one rank on each host measures everything
-        spread = msgspec.structs.replace(wanted.host_filter, spread=True)
-        whole = runner.plan_launch(wanted, without)
-        wanted = msgspec.structs.replace(wanted, ranks=len(present), host_filter=spread)
-        plan = _with_all_gpus(runner.plan_launch(wanted, without), whole)
-    else:
-        plan = runner.plan_launch(wanted, without)
-    plan = _servers_on_cpus(plan, options)
-    planned = tuple(host.name for host in plan.hosts)
-    if planned != present:
-        raise LaunchError(f"ranks are planned on {', '.join(planned)}, expected {', '.join(present)}")
-    with ProgressStreams(journal.write, show=options.show_progress) as view:
-        return runner.launch(plan, wanted, streams=view.streams, script_input=known, input_ranks=(0,))
 
 
 def _servers_on_cpus(plan: LaunchPlan, options: ProbeOptions) -> LaunchPlan:

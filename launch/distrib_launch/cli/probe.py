@@ -12,17 +12,28 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import Console
 
+from distrib.cluster.hosts import HostList
+from distrib.cluster.inventory import Inventory
 from distrib.cluster.measurements import Measurements
+from distrib.cluster.measurements_writer import write_measured
+from distrib.cluster.node import Nic
+from distrib.cluster.topology import read_topology
 from distrib.errors import ConfigError, DistribError, LaunchError
+from distrib.probe.diagnosis.checks import check_records
 from distrib.probe.diagnosis.finding import Finding, rank_findings
+from distrib.probe.diagnosis.regressions import describe_comparison, find_regressions
+from distrib.probe.diagnosis.unmeasured import lost_host_finding
 from distrib.probe.journal import Journal
+from distrib.probe.output import check_output, draft_topology, why_kept
+from distrib.probe.probe_report import print_report
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
 from distrib.utils import files, signals
 from distrib.utils.log import PLAIN, get_logger
+from distrib.utils.plotting import check_plot_path
 from distrib_launch import run_directory
 from distrib_launch.cli.options import (
     accept_old_spelling,
@@ -32,16 +43,14 @@ from distrib_launch.cli.options import (
     add_no_preflight,
     host_filter,
 )
+from distrib_launch.cli.probe_progress import ProgressStreams
 from distrib_launch.console import tolerate_closed_pipe
 from distrib_launch.launch_options import LaunchOptions
+from distrib_launch.preflight.preflight import PreflightReport
 from distrib_launch.probe_job import ProbeOptions, ProbeOutcome, probed_hosts, run_probe
+from distrib_launch.runner import read_topology_for
 
 log = get_logger("topo")
-
-if TYPE_CHECKING:
-    from distrib.cluster.hosts import HostList
-    from distrib.cluster.inventory import Inventory
-    from distrib.cluster.node import Nic
 
 
 class ProbeOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +74,7 @@ class ProbeOutput(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
 
-def add_probe_options(probe: argparse.ArgumentParser) -> None:
+def add_options(probe: argparse.ArgumentParser) -> None:
     """Add the options of the command.
 
     Args:
@@ -106,7 +115,7 @@ def add_probe_options(probe: argparse.ArgumentParser) -> None:
                        help="folder of the logs (default: distrib-runs/<time>-probe)")  # fmt: skip
 
 
-def run_probe_command(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Probe the hosts and print the results.
 
     Args:
@@ -131,7 +140,6 @@ class _ProbeCommand:
                 variables=tuple(options.environment),
             ),
             mode=options.mode, transport=options.transport, drop_bad_hosts=options.drop_bad_hosts,
-            show_progress=not options.json,
         )  # fmt: skip
         listed, self.hosts = probed_hosts(self.probe)
         self.earlier, self.baseline = self._check_files(listed)
@@ -142,7 +150,7 @@ class _ProbeCommand:
         """Probe, print the results, and return the exit code."""
         began = time.monotonic()
         try:
-            outcome = run_probe(self.probe, self.hosts, self.journal, self.run_dir)
+            outcome = run_probe(self.probe, self.hosts, self.journal, self.run_dir, self._show_progress)
         except KeyboardInterrupt as interrupt:
             return self._report_interrupt(signals.exit_code(interrupt))
         except DistribError:
@@ -179,13 +187,9 @@ class _ProbeCommand:
     def _check_files(self, listed: HostList) -> tuple[Measurements | None, Measurements | None]:
         """Return earlier measurements, from the file of `-o` and from that of `--baseline`. Raises ConfigError."""
         for path in self.options.plot:
-            from distrib.utils.plotting import check_plot_path  # matplotlib, only with --plot
-
             check_plot_path(path)
         earlier = None
         if self.options.output:
-            from distrib.probe.output import check_output  # loads the YAML reader, only with -o
-
             earlier, notes = check_output(self.options.output, listed, self.hosts)
             for note in notes:
                 log.info("%s", note)
@@ -199,6 +203,9 @@ class _ProbeCommand:
         if self.options.output:
             path = Path(f"{self.options.output}.partial.jsonl")
         return Journal(path, self.hosts, self.options.mode, self.options.resume, self.options.transport)
+
+    def _show_progress(self) -> ProgressStreams:
+        return ProgressStreams(self.journal.write, show=not self.options.json)
 
     # -- after the probe ----------------------------------------------------------------------------------------------
 
@@ -222,10 +229,6 @@ class _ProbeCommand:
         )
 
     def _build_output(self, outcome: ProbeOutcome, records: Sequence[Record], seconds: float) -> ProbeOutput:
-        from distrib.probe.diagnosis.checks import check_records  # loads the topology reader, after the probe only
-        from distrib.probe.diagnosis.regressions import describe_comparison, find_regressions
-        from distrib.probe.diagnosis.unmeasured import lost_host_finding
-
         findings = list(check_records(records, self._configured_nics()))
         # Warnings of this kind are about another network or transport: such a host is not lost.
         silent = {h for f in findings if (f.kind, f.severity) == ("host_lost", "error") for h in f.hosts}
@@ -257,9 +260,6 @@ class _ProbeCommand:
 
     def _configured_nics(self) -> dict[str, tuple[Nic, ...]]:
         """Return the NICs of the topology file by host."""
-        from distrib.cluster.topology import read_topology  # loads the YAML reader
-        from distrib_launch.runner import read_topology_for
-
         topology, output = read_topology_for(self.options.topology, self.options.hosts), self.options.output
         if topology is None and output and files.exists(output) and Path(output).stat().st_size:
             topology = read_topology(output)
@@ -296,9 +296,6 @@ class _ProbeCommand:
 
         After lost hosts, or failed all-reduces, the other measurements are complete.
         """
-        from distrib.cluster.measurements_writer import write_measured  # loads the YAML writer, only with -o
-        from distrib.probe.output import draft_topology, why_kept
-
         complete = output.whole or bool(outcome.all_reduce_failure)
         if why := why_kept(self.earlier, output.measured, complete=complete, lost=outcome.lost):
             raise LaunchError(
@@ -309,8 +306,6 @@ class _ProbeCommand:
 
 
 def _read_baseline(path: str, hosts: set[str]) -> Measurements:
-    from distrib.cluster.topology import read_topology  # loads the YAML reader, only with --baseline
-
     measured: Measurements | None = read_topology(path).measured
     if measured is None:
         raise ConfigError(f"--baseline {path}: it has no measurements", hint="name a file that probe -o has written")
@@ -324,8 +319,6 @@ def _read_baseline(path: str, hosts: set[str]) -> Measurements:
 
 def _read_inventories(run_dir: Path) -> dict[str, Inventory]:
     """Return the hosts' inventories from the preflight report; empty if there is none."""
-    from distrib_launch.preflight.preflight import PreflightReport  # loads the preflight checks, only with -o
-
     try:
         return msgspec.json.decode((run_dir / run_directory.PREFLIGHT).read_bytes(), type=PreflightReport).inventories
     except (OSError, msgspec.DecodeError):
@@ -347,10 +340,6 @@ def _print_results(
     output: ProbeOutput, records: Sequence[Record], start: ProbeStarted | None, done: Sequence[str]
 ) -> None:
     if start:
-        from rich.console import Console  # loads rich, not with --json
-
-        from distrib.probe.probe_report import print_report
-
         width = None if sys.stdout.isatty() else max(160, 7 * len(output.hosts) + 20)
         console = Console(width=width, highlight=False, no_color="NO_COLOR" in os.environ)
         print_report(console, output.measured, records, output.findings)

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from distrib.probe.records import Record, StageDone, decode_record
 
-LINE_INTERVAL_SECONDS = 2.0
 LAUNCHER_PREFIX = "distrib-launch: "
 _RANK_TAG = re.compile(r"^(?:\x1b\[\d+m)?\[[^\]]*\] (?:\x1b\[0m)?")
 
@@ -37,6 +39,8 @@ class _LineStream(io.TextIOBase):
 class ProgressStreams:
     """Standard output and error of the probe's job: keeps records, shows progress, and passes on other lines to standard error.
 
+    As a context it returns both streams.
+
     Args:
         keep: Called with the line of each record; may return a message for the user.
         show: False to show no progress.
@@ -44,25 +48,21 @@ class ProgressStreams:
 
     def __init__(self, keep: Callable[[str], str | None], *, show: bool = True) -> None:
         self._keep = keep
-        self._show_lines = show
-        self._show_bar = show and sys.stderr.isatty()
-        self._bar: Any = None
-        self._task: Any = None
+        self._show = show
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
         self._next_line = 0.0
-        self.streams: tuple[TextIO, TextIO] = (_LineStream(self._take_output), _LineStream(self._take_error))  # type: ignore[assignment]
+        self._streams: tuple[TextIO, TextIO] = (_LineStream(self._take_output), _LineStream(self._take_error))  # type: ignore[assignment]
 
-    def __enter__(self) -> ProgressStreams:
-        if self._show_bar:
-            from rich.console import Console  # loads rich, only on a terminal
-            from rich.progress import BarColumn, Progress, TextColumn
-
+    def __enter__(self) -> tuple[TextIO, TextIO]:
+        if self._show and sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn("{task.description:32.32}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"),
                 TextColumn("{task.fields[left]}"), console=Console(stderr=True), transient=True,
             )  # fmt: skip
             self._task = self._bar.add_task("starting", total=1.0, left="")
             self._bar.start()
-        return self
+        return self._streams
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar:
@@ -85,8 +85,8 @@ class ProgressStreams:
         left = f"{record.remaining_seconds:.0f} s left"
         if self._bar:
             self._bar.update(self._task, completed=fraction, description=record.title, left=left)
-        elif self._show_lines and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
+        elif self._show and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + 2.0
             print(f"probe: {fraction:4.0%}, {left} (done: {record.title})", file=sys.stderr, flush=True)
 
     def _take_error(self, line: str) -> None:

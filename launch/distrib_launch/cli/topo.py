@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +14,14 @@ from distrib.utils import files, signals
 from distrib.utils.log import get_logger
 from distrib_launch.cli.options import Parser
 from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
+
+COMMANDS = {
+    "show": "show hosts, GPUs, NICs, links and switches, by files or by the hosts themselves",
+    "check": "check whether each host can run a job, and start nothing",
+    "probe": "measure all links between the hosts, and diagnose slow ones",
+    "plan": "predict how far a job will scale, its bottleneck, and what to change",
+}
+"""Commands and their help. Each has a module of its name in this package, with `add_options` and `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,36 +45,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return signals.exit_code(interrupt)
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of distrib-topo and those of its commands by name."""
-    from distrib_launch.cli import check, plan, probe, show
+def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser of distrib-topo and those of its commands by name.
 
+    Args:
+        only: The command whose options are added, as only its modules are then imported; None for all commands.
+    """
     parser = Parser(
-        prog="distrib-topo",
-        description="What a cluster is made of, what its wires do, and how far a job will scale on it.",
+        prog="distrib-topo", description="Show, check and probe a cluster, and predict how far jobs scale on it."
     )
     parser.add_argument("--version", action="version", version=f"distrib {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe|plan")
-    show_verb = verbs.add_parser(
-        "show", help="hosts, GPUs, NICs, links and switches, as the files tell, or the hosts themselves"
-    )
-    show.add_options(show_verb)
-    show_verb.set_defaults(run=show.run)
-    check_verb = verbs.add_parser("check", help="ask every host whether it is fit to run a job, and start nothing")
-    check.add_options(check_verb)
-    check_verb.set_defaults(run=check.run)
-    probe_verb = verbs.add_parser("probe", help="measure every link between the hosts, and say what is wrong with it")
-    probe.add_probe_options(probe_verb)
-    probe_verb.set_defaults(run=probe.run_probe_command)
-    plan_verb = verbs.add_parser("plan", help="predict how far a job will scale, what caps it and what to change")
-    plan.add_options(plan_verb)
-    plan_verb.set_defaults(run=plan.run)
-    return parser, {"show": show_verb, "check": check_verb, "probe": probe_verb, "plan": plan_verb}
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="|".join(COMMANDS))
+    commands = {}
+    for name, text in COMMANDS.items():
+        commands[name] = verbs.add_parser(name, help=text)
+        if only in (None, name):
+            module = importlib.import_module(f"distrib_launch.cli.{name}")
+            module.add_options(commands[name])
+            commands[name].set_defaults(run=module.run)
+    return parser, commands
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser, verbs = build_parser()
     words = sys.argv[1:] if argv is None else argv
+    parser, verbs = build_parser(next((word for word in words if word in COMMANDS), ""))
     try:
         options, unknown = parser.parse_known_args(words)
         if unknown:
@@ -73,8 +77,6 @@ def _run(argv: Sequence[str] | None) -> int:
         code: int = options.run(options)
     except DistribError as error:
         if "--json" in words:  # programs that read the output get JSON after every error, including mistyped options
-            import json
-
             with contextlib.suppress(DistribError), tolerate_closed_pipe():
                 print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": str(error)}))
         raise
