@@ -37,7 +37,8 @@ from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import parse_topology
-from distrib_launch.cli import launch, training_options
+from distrib_launch.arguments import training_options
+from distrib_launch.cli import launch
 from tests.cluster import Cluster
 from tests.cluster.virtual import parse_rate
 

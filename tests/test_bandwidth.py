@@ -897,7 +897,8 @@ def test_larger_batches_are_advised_where_they_fit():
 
 
 def test_options_choose_the_strategy():
-    from distrib_launch.cli import launch, training_options
+    from distrib_launch.arguments import training_options
+    from distrib_launch.cli import launch
 
     for advice in recommend(lab(), job(), hosts=4, ranks_per_host=2):
         chosen = training_options.strategy_of(launch.parser().parse_args([*advice.options, "train.py"]))
@@ -933,7 +934,8 @@ formats |= st.floats(1e-9, 1).map(lambda fraction: Gradients("topk", fraction=fr
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])  # most draws are invalid
 def test_every_strategy_has_options_that_choose_it(strategy):
-    from distrib_launch.cli import launch, training_options
+    from distrib_launch.arguments import training_options
+    from distrib_launch.cli import launch
 
     try:
         validate_strategy(strategy)

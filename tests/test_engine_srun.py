@@ -19,7 +19,7 @@ from distrib.errors import ConfigError
 from distrib.utils.mpi_env import rank_identity
 from distrib_launch import engines
 from distrib_launch import runner as job
-from distrib_launch.cli import launch_arguments
+from distrib_launch.arguments import launch_arguments
 from distrib_launch.engines import srun
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent.affinity import count_gpus

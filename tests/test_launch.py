@@ -17,8 +17,8 @@ import pytest
 
 from distrib.errors import ConfigError
 from distrib_launch import runner as job
+from distrib_launch.arguments import launch_arguments
 from distrib_launch.cli import launch as cli
-from distrib_launch.cli import launch_arguments
 from distrib_launch.engines import ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_environment import is_secret

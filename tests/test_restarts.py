@@ -23,10 +23,10 @@ from distrib.training.checkpoint import checkpoint_format, replicas
 from distrib.training.checkpoint.replicas import Stamp
 from distrib.utils import signals
 from distrib_launch import runner
-from distrib_launch.cli import launch_arguments
+from distrib_launch.arguments import launch_arguments
 from distrib_launch.preflight.gate import PreflightGate
 from distrib_launch.results import Failure
-from distrib_launch.supervisor import restarts
+from distrib_launch.supervisor import attempts
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_launch_cluster import wait_for_line
 
@@ -152,15 +152,17 @@ def test_an_idle_host_takes_the_place_of_all_that_are_not_fit(launch, tmp_path):
     assert "left out: nosuchhost.invalid" in run.err
 
 
-def _ended(message: str, **changes: object) -> restarts.CompletedStart:
+def _ended(message: str, **changes: object) -> attempts.CompletedAttempt:
     values = {"rank": 0, "host": "n1", "time": 0.0, "exit_code": 1, "signal": None, "traceback": "", "log": ""}
     failure = Failure(**{**values, "message": message, **changes.pop("failure", {})})
     told = Part(first_failure=failure, seconds=changes.pop("seconds", 2.0))
-    return restarts.CompletedStart(plan=None, result=told, exits=(), started=0.0, stepped=changes.pop("stepped", False))
+    return attempts.CompletedAttempt(
+        plan=None, result=told, exits=(), started=0.0, stepped=changes.pop("stepped", False)
+    )
 
 
 def test_which_failures_are_the_same_mistake_again():
-    alike = restarts._same_failure
+    alike = attempts._same_failure
     mistake = _ended("error: no such dataset")
     assert alike(mistake, _ended("error: no such dataset"))
     assert not alike(mistake, _ended("error: another"))

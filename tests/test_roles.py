@@ -8,7 +8,7 @@ import pytest
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib_launch import runner
-from distrib_launch.cli import launch_arguments
+from distrib_launch.arguments import launch_arguments
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.supervisor.fault_tolerance import MAX_RESTARTS, ToleranceRules

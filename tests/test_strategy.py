@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from distrib.errors import ConfigError
 from distrib.strategy import Gradients, Strategy, encode_strategy, parse_gradients, strategy_from_environment
-from distrib_launch.cli import launch, training_options
+from distrib_launch.arguments import training_options
+from distrib_launch.cli import launch
 
 
 def chosen(*words: str) -> Strategy:

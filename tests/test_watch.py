@@ -15,7 +15,7 @@ from distrib.strategy import Strategy
 from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.step_timer import WARMUP_STEPS, WINDOW_STEPS, Meter
 from distrib_launch import html_report, runner
-from distrib_launch.cli import launch_arguments
+from distrib_launch.arguments import launch_arguments
 from distrib_launch.results import Failure, ForecastRecord, RankResult, Result
 from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
 from tests.conftest import SCRIPTS

@@ -15,7 +15,7 @@ import msgspec
 from distrib.errors import ConfigError, JobFailed
 from distrib.utils import files
 from distrib_launch import results, run_directory, runner
-from distrib_launch.cli import launch_arguments
+from distrib_launch.arguments import launch_arguments
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
 

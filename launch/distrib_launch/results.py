@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.errors import DistribError
-from distrib.utils import signals
-
-if TYPE_CHECKING:
-    from distrib_launch.launch_plan import LaunchPlan
 
 Status = Literal["succeeded", "failed", "stopped"]
 
@@ -123,23 +117,3 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Prediction of the bandwidth model, None if the workload was unknown."""
     measured: MeasuredPerformance | None = None
     """Measured steps, None if the script reported none."""
-
-
-def not_started(plan: LaunchPlan, end: DistribError | KeyboardInterrupt, seconds: float) -> Result:
-    """Return the result of a job that failed or was stopped before any rank ran its script.
-
-    Args:
-        plan: Plan of the job.
-        end: Error or interrupt that ended it.
-        seconds: Time since its start.
-    """
-    code = signals.exit_code(end) if isinstance(end, KeyboardInterrupt) else end.exit_code
-    failure = None
-    if isinstance(end, DistribError):
-        failure = Failure(
-            rank=None, host="", time=time.time(), exit_code=code, signal=None, message=str(end), traceback="", log=""
-        )  # fmt: skip
-    return Result(
-        status="failed" if failure else "stopped", exit_code=code, world_size=plan.world_size,
-        hosts=tuple(host.name for host in plan.hosts), seconds=seconds, restarts=0, ranks=(), first_failure=failure, warnings=(),
-    )  # fmt: skip

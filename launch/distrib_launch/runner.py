@@ -9,20 +9,32 @@ import secrets
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import msgspec
 
-from distrib.errors import ConfigError, DistribError, LaunchError
-from distrib.utils import files
+from distrib.cluster import hostfile
+from distrib.cluster.hostfile import HostList
+from distrib.cluster.topology import Topology, check_hosts, read_topology
+from distrib.errors import ConfigError, DistribError, LaunchError, TopologyError
+from distrib.utils import files, netif, signals
+from distrib_launch import (
+    engines,
+    html_report,
+    launch_plan,
+    profile_request,
+    rank_environment,
+    rsync,
+    run_directory,
+)
+from distrib_launch.console import Console
+from distrib_launch.engines import kubernetes, srun
 from distrib_launch.launch_options import HOST_FILE_NAME, LaunchOptions
-
-if TYPE_CHECKING:
-    from distrib.cluster.hostfile import HostList
-    from distrib.cluster.topology import Topology
-    from distrib_launch.console import Console
-    from distrib_launch.launch_plan import LaunchPlan, LocalMachine
-    from distrib_launch.results import Result
+from distrib_launch.launch_plan import LaunchPlan, LocalMachine
+from distrib_launch.preflight import interface_selection
+from distrib_launch.rank_agent import affinity
+from distrib_launch.rank_environment import is_secret
+from distrib_launch.results import Failure, Result
 
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 NO_INTERPRETER_HINT = "leave out python: every host starts its own"
@@ -41,11 +53,7 @@ def read_hosts(given: str | None) -> HostList | None:
         HostfileError: The file or list is not valid.
         ConfigError: srun started several launchers.
     """
-    from distrib.cluster import hostfile
-
     if given is None:
-        from distrib_launch.engines import srun
-
         srun.refuse_several_launchers(os.environ)
         return hostfile.slurm_hosts(srun.allocation())
     if files.exists(given) or HOST_FILE_NAME.search(given):
@@ -69,16 +77,11 @@ def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
         path = next((candidate for candidate in candidates if files.is_file(candidate)), None)
     if path is None:
         return None
-    from distrib.cluster.topology import read_topology
-
     return read_topology(path)
 
 
 def _unknown_hosts(topology: Topology, hosts: HostList) -> str:
     """Return a note on hosts that the topology does not describe; the launch continues with them."""
-    from distrib.cluster.topology import check_hosts
-    from distrib.errors import TopologyError
-
     try:
         check_hosts(topology, hosts)
     except TopologyError as error:
@@ -92,10 +95,6 @@ def local_machine(environment: Mapping[str, str]) -> LocalMachine:
     Args:
         environment: Variables that the ranks get from the user.
     """
-    from distrib.utils import netif
-    from distrib_launch import launch_plan
-    from distrib_launch.rank_agent import affinity
-
     return launch_plan.LocalMachine(
         names=netif.own_names(),
         gpus=affinity.count_gpus({**os.environ, **environment}),
@@ -117,10 +116,6 @@ def plan_launch(
     Raises:
         DistribError: The options, files or hosts do not allow the launch.
     """
-    from distrib_launch import engines, launch_plan
-    from distrib_launch.engines import kubernetes
-    from distrib_launch.preflight import interface_selection
-
     _refuse_undecodable([options.script, *options.arguments, *options.variables, options.directory, options.run_dir])
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
     in_image = engine == "kubernetes"
@@ -161,8 +156,6 @@ def forwarded(options: LaunchOptions) -> dict[str, str]:
     Args:
         options: Options of the user.
     """
-    from distrib_launch import rank_environment
-
     return rank_environment.forwarded_variables(os.environ, options.variables)
 
 
@@ -170,12 +163,8 @@ def _resolve(
     options: LaunchOptions, engine: str, dropped: Collection[str], *, allow_fewer_ranks: bool
 ) -> LaunchOptions:
     """Fill in what the user left to the launcher."""
-    from distrib_launch import rsync, run_directory
-
     environment = forwarded(options)
     if options.profile:
-        from distrib_launch import profile_request
-
         environment |= profile_request.prepare(msgspec.structs.replace(options, engine=engine))
     run_dir = run_directory.choose_run_dir(options.run_dir or None, options.script)
     return msgspec.structs.replace(
@@ -197,9 +186,6 @@ def _resolve(
 
 def _notes(options: LaunchOptions, plan: LaunchPlan, hosts: HostList | None, topology: Topology | None) -> list[str]:
     """Return notes on the command line, the script and the topology."""
-    from distrib_launch import engines
-    from distrib_launch.engines import kubernetes
-
     notes = []
     if plan.engine == "kubernetes" and (ignored := kubernetes.ignored_options(options)):
         notes.append(f"left out, as pods have an image and a network of their own: {', '.join(ignored)}")
@@ -253,8 +239,6 @@ def _check_script(given: str, *, is_local: bool) -> None:
 
 
 def _check_min_hosts(min_hosts: int, plan: LaunchPlan, *, preflight: bool) -> None:
-    from distrib_launch import engines
-
     if min_hosts > len(plan.hosts):
         raise ConfigError(
             f"--min-hosts {min_hosts}: the job has {len(plan.hosts)} host(s)", hint="lower it, or give more hosts"
@@ -272,8 +256,6 @@ def _add_forecast(
     local: LocalMachine,
 ) -> LaunchPlan:
     """Add the predicted performance, and in mode auto the fastest strategy."""
-    from distrib_launch import launch_plan
-
     notes, record = plan.notes, None
     if resolved.wants_forecast:
         from distrib_launch import performance_forecast  # loads the bandwidth model
@@ -294,8 +276,6 @@ def _add_forecast(
 
 def _refuse_undecodable(words: list[str]) -> None:
     """Raise ConfigError for text that is not UTF-8, which JSON cannot contain."""
-    from distrib_launch.rank_environment import is_secret
-
     for word in words:
         try:
             word.encode()
@@ -332,9 +312,6 @@ def launch(
     Raises:
         DistribError: The job could not be started.
     """
-    from distrib_launch import engines, run_directory
-    from distrib_launch.console import Console
-
     if not engines.get(plan.engine).starts_ranks:
         raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
     run_dir = Path(plan.run_dir)
@@ -360,8 +337,7 @@ def _launch(
     script_input: bytes,
     input_ranks: Collection[int] | None,
 ) -> Result:
-    from distrib_launch import html_report, results, run_directory
-    from distrib_launch.supervisor.restarts import RestartLoop
+    from distrib_launch.supervisor.attempts import AttemptLoop  # a third of the imports; other commands only plan
 
     replaced = run_directory.prepare_run_dir(run_dir)
     if replaced:
@@ -370,7 +346,7 @@ def _launch(
         console.say("note: running as root; on a shared cluster a user of your own is safer")
     began = time.time()
     try:
-        ended = RestartLoop(options, console, script_input=script_input, input_ranks=input_ranks).run(plan)
+        ended = AttemptLoop(options, console, plan_launch, script_input=script_input, input_ranks=input_ranks).run(plan)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -381,9 +357,7 @@ def _launch(
     except (DistribError, KeyboardInterrupt) as end:  # before the job runs; the supervisor handles later interrupts
         # Programs that wait for result.json must find it.
         with contextlib.suppress(OSError):
-            run_directory.write_json(
-                run_dir / run_directory.RESULT, results.not_started(plan, end, time.time() - began)
-            )
+            run_directory.write_json(run_dir / run_directory.RESULT, _not_started(plan, end, time.time() - began))
         raise
     plan, result = ended.plan, ended.result
     try:
@@ -398,8 +372,6 @@ def _launch(
             f"a step took {seconds * 1e3:,.4g} ms, predicted {predicted * 1e3:,.4g} ms ({seconds / predicted - 1:+.0%})"
         )
     if options.profile:
-        from distrib_launch import profile_request
-
         profile_request.save(options, result, run_dir, console)
     if result.status != "succeeded" or options.verbose:
         console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
@@ -410,3 +382,17 @@ def _in_container() -> bool:
     """Return True inside a container, where it is usual to run as root and harmless to the host."""
     marks = Path("/.dockerenv"), Path("/run/.containerenv")
     return "KUBERNETES_SERVICE_HOST" in os.environ or any(map(files.exists, marks))
+
+
+def _not_started(plan: LaunchPlan, end: DistribError | KeyboardInterrupt, seconds: float) -> Result:
+    """Return the result of a job that failed or was stopped before any rank ran its script."""
+    code = signals.exit_code(end) if isinstance(end, KeyboardInterrupt) else end.exit_code
+    failure = None
+    if isinstance(end, DistribError):
+        failure = Failure(
+            rank=None, host="", time=time.time(), exit_code=code, signal=None, message=str(end), traceback="", log=""
+        )  # fmt: skip
+    return Result(
+        status="failed" if failure else "stopped", exit_code=code, world_size=plan.world_size,
+        hosts=tuple(host.name for host in plan.hosts), seconds=seconds, restarts=0, ranks=(), first_failure=failure, warnings=(),
+    )  # fmt: skip

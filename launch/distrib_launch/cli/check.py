@@ -15,7 +15,7 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 from distrib.utils import files
 from distrib.utils.log import PLAIN, get_logger
-from distrib_launch.cli.options import add_connection_options, add_host_filter, add_hosts, host_filter
+from distrib_launch.arguments.options import add_connection_options, add_host_filter, add_hosts, host_filter
 from distrib_launch.host_selection import HostFilter
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import msgspec
 
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import files, signals
-from distrib_launch import runner
-from distrib_launch.cli.launch_arguments import launch_options, parser
+from distrib_launch import run_directory
+from distrib_launch.arguments.launch_arguments import launch_options, parser
 from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from distrib_launch import runner  # half of the time of --help
+
     files.working_directory()  # raises ConfigError if the folder was deleted
     options = launch_options(arguments)
     if arguments.dry_run:
@@ -62,8 +64,6 @@ def _run(arguments: argparse.Namespace) -> int:
         from distrib_launch.cli import manifest
 
         return manifest.write(options, arguments)
-    from distrib_launch import run_directory
-
     with run_directory.claimed_run_dir(options.run_dir, options.script) as run_dir:
         options = msgspec.structs.replace(options, run_dir=str(run_dir))
         plan = runner.plan_launch(options)

@@ -11,7 +11,7 @@ from pathlib import Path
 from distrib.errors import ConfigError
 from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import rank_environment, runner
-from distrib_launch.cli.launch_arguments import parser
+from distrib_launch.arguments.launch_arguments import parser
 from distrib_launch.console import tolerate_closed_pipe
 from distrib_launch.engines import kubernetes
 from distrib_launch.launch_options import LaunchOptions

@@ -6,7 +6,7 @@ import argparse
 import re
 
 from distrib.cluster.hosts import MAX_HOSTS
-from distrib_launch.cli.options import add_host_filter, add_hosts, fraction, host_filter, integer
+from distrib_launch.arguments.options import add_host_filter, add_hosts, fraction, host_filter, integer
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:

@@ -35,7 +35,7 @@ from distrib.utils import files, signals
 from distrib.utils.log import PLAIN, get_logger
 from distrib.utils.plotting import check_plot_path
 from distrib_launch import run_directory
-from distrib_launch.cli.options import (
+from distrib_launch.arguments.options import (
     accept_old_spelling,
     add_connection_options,
     add_host_filter,

@@ -19,8 +19,8 @@ from distrib.units import format_size
 from distrib.utils import files, plotting
 from distrib.utils.log import get_logger
 from distrib.utils.ranges import ranges
+from distrib_launch.arguments.options import add_hosts, add_ssh
 from distrib_launch.cli import check
-from distrib_launch.cli.options import add_hosts, add_ssh
 
 if TYPE_CHECKING:
     from rich.table import Table

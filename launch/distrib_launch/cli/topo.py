@@ -12,7 +12,7 @@ from distrib._version import __version__
 from distrib.errors import DistribError
 from distrib.utils import files, signals
 from distrib.utils.log import get_logger
-from distrib_launch.cli.options import Parser
+from distrib_launch.arguments.options import Parser
 from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
 
 COMMANDS = {

@@ -11,7 +11,7 @@ from typing import Any
 from distrib.errors import LaunchError
 from distrib.utils.framing import ProtocolError
 from distrib_launch.rank_agent.control_channel import Channel, Kind, set_dead_peer_timeout
-from distrib_launch.supervisor.host_health import HostHealth
+from distrib_launch.supervisor.host_liveness import HostLiveness
 from distrib_launch.supervisor.listener import OnFrame
 from distrib_launch.supervisor.rank_exit import Lost
 from distrib_launch.supervisor.rank_state import JobState, RankState
@@ -26,7 +26,7 @@ class RankConnections:
     Args:
         job: State of the job.
         selector: Selector of the supervisor's loop.
-        health: Gets every sign of life of a host.
+        liveness: Gets every sign of life of a host.
         on_frame: Called with every frame of a rank.
         on_lost: Called with a rank whose connection ended before its exit record came, the reason, and how it was lost.
         may_return: Returns True for a rank that lost its connection and is restarted if it connects again.
@@ -38,7 +38,7 @@ class RankConnections:
         self,
         job: JobState,
         selector: selectors.BaseSelector,
-        health: HostHealth,
+        liveness: HostLiveness,
         *,
         on_frame: Callable[[RankState, Kind, bytes], None],
         on_lost: Callable[[RankState, str, Lost], None],
@@ -46,7 +46,7 @@ class RankConnections:
         on_return: Callable[[RankState], None],
         on_complete: Callable[[], None],
     ) -> None:
-        self._job, self._selector, self._health = job, selector, health
+        self._job, self._selector, self._liveness = job, selector, liveness
         self._on_frame, self._on_lost = on_frame, on_lost
         self._may_return, self._on_return, self._on_complete = may_return, on_return, on_complete
         self._in_start_order = [job.ranks[rank.rank] for rank in job.plan.started]
@@ -84,7 +84,7 @@ class RankConnections:
         set_dead_peer_timeout(channel.sock, DEAD_CONNECTION_SECONDS)
         if not job.is_local:
             # With srun or a jump host, sshd may be unreachable from this machine; the second port is that of the rank or its script.
-            self._health.watch(host.name, state.address, host.port, hello["port"])
+            self._liveness.watch(host.name, state.address, host.port, hello["port"])
         self._selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._on_event(state, events))
         if hello["returns"]:
             self._on_return(state)
@@ -121,7 +121,7 @@ class RankConnections:
                 why = str(error)
                 channel.closed = True
             else:
-                self._health.on_life(state.plan.host)
+                self._liveness.on_life(state.plan.host)
         if channel.closed:
             self.hang_up(state, why)
 

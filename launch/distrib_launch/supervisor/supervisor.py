@@ -26,7 +26,7 @@ from distrib_launch.supervisor.assignments import send_assignments, warn_few_cpu
 from distrib_launch.supervisor.engine_process import STARTING_SECONDS, EngineProcess
 from distrib_launch.supervisor.fault_tolerance import FaultTolerance
 from distrib_launch.supervisor.hang_detector import HangDetector
-from distrib_launch.supervisor.host_health import HostHealth
+from distrib_launch.supervisor.host_liveness import HostLiveness
 from distrib_launch.supervisor.listener import ControlListener
 from distrib_launch.supervisor.outcome import JobOutcome
 from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
@@ -98,7 +98,7 @@ class Supervisor:
         self._input_ranks = range(len(plan.ranks)) if input_ranks is None else input_ranks
         self._runtime = engines.get(plan.engine)
         self._token = new_token()
-        self._health = HostHealth(host_timeout_seconds)
+        self._liveness = HostLiveness(host_timeout_seconds)
         self.tolerance = FaultTolerance(self.job, self._send)
         self._outcome = JobOutcome(self.job, self.tolerance)
         self._hang_detector = HangDetector(plan, hang_timeout_seconds, self._send, console, self.job.warnings)
@@ -107,7 +107,7 @@ class Supervisor:
             self.job, self.tolerance, self._hang_detector, self._monitor, self._on_result_lost
         )
         self._connections = RankConnections(
-            self.job, self.selector, self._health,
+            self.job, self.selector, self._liveness,
             on_frame=self._messages.handle, on_lost=self._messages.on_lost, on_complete=self.assign,
             may_return=self.tolerance.may_rejoin, on_return=self.tolerance.restart,
         )  # fmt: skip
@@ -174,7 +174,7 @@ class Supervisor:
         for host in plan.hosts:
             # The address in the chosen network is reachable only from that network, and hosts of srun may have no sshd.
             if host.address and plan.listen and not job.is_local and self._runtime.uses_ssh_daemons:
-                self._health.watch(host.name, host.address, host.port)
+                self._liveness.watch(host.name, host.address, host.port)
         begun = start = time.monotonic()
         next_ping, missing = 0.0, job.missing
         while not job.all_ended:
@@ -231,8 +231,10 @@ class Supervisor:
                 self._stop.begin(job.grace_seconds)
 
     def _check_hosts(self) -> None:
-        for host in self._health.vanished():
-            why = f"nothing was received from it for {self._health.silence_seconds:g} s, and it did not answer a probe"
+        for host in self._liveness.vanished():
+            why = (
+                f"nothing was received from it for {self._liveness.silence_seconds:g} s, and it did not answer a probe"
+            )
             if not self.job.assigned and not self.job.stopping:
                 self.job.stopping = True
                 raise LaunchError(
@@ -267,7 +269,7 @@ class Supervisor:
         send_assignments(
             job,
             self._send,
-            host_timeout_seconds=self._health.silence_seconds,
+            host_timeout_seconds=self._liveness.silence_seconds,
             keep_result=self._keep_result,
             script_input=self._script_input,
             input_ranks=self._input_ranks,

@@ -9,7 +9,7 @@ import msgspec
 from distrib import strategy, units
 from distrib.errors import ConfigError
 from distrib.strategy import MODES, OuterOptimizer, Strategy, format_names
-from distrib_launch.cli.options import integer
+from distrib_launch.arguments.options import integer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from distrib.errors import DistribError
 from distrib.utils import signals
-from distrib_launch import engines, run_directory, runner
+from distrib_launch import engines, run_directory
 from distrib_launch.console import Console
 from distrib_launch.engines import ssh
 from distrib_launch.launch_options import LaunchOptions
@@ -23,6 +23,7 @@ from distrib_launch.preflight.gate import PreflightGate
 from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_placement import HostPlan
 from distrib_launch.results import Attempt, Result
+from distrib_launch.rsync import sync
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.fault_tolerance import ASYNC_HOST_SILENCE_SECONDS
 from distrib_launch.supervisor.rank_exit import RankExit
@@ -38,7 +39,7 @@ EARLY_FAILURE_SECONDS = 60.0
 """Time in which a repeated failure counts as a defect: two starts fail earlier, before a step and with the same error."""
 
 
-class CompletedStart(NamedTuple):
+class CompletedAttempt(NamedTuple):
     """Start of the job that has ended."""
 
     plan: LaunchPlan
@@ -62,7 +63,7 @@ class CompletedStart(NamedTuple):
                 f"error: {root_cause.failure_report(self.result.first_failure, self.exits, started=self.started)}"
             )
 
-    def with_result(self, **changes: object) -> CompletedStart:
+    def with_result(self, **changes: object) -> CompletedAttempt:
         """Return a copy with other fields of the result.
 
         Args:
@@ -71,16 +72,30 @@ class CompletedStart(NamedTuple):
         return self._replace(result=msgspec.structs.replace(self.result, **changes))
 
 
+class PlanLaunch(Protocol):
+    """Function that plans a start of the job after `before`: `runner.plan_launch`."""
+
+    def __call__(
+        self,
+        options: LaunchOptions,
+        dropped: Collection[str] = (),
+        before: LaunchPlan | None = None,
+        *,
+        restart: bool = False,
+    ) -> LaunchPlan: ...
+
+
 class _TimeLimitReached(Exception):
     """Error that ends a wait when the job's time limit is over."""
 
 
-class RestartLoop:
+class AttemptLoop:
     """Loop that starts a job, and restarts it when it fails.
 
     Args:
         options: Options of the launch.
         console: Terminal of the launcher.
+        plan_launch: Plans a restart, or the same start without some hosts.
         script_input: Standard input of the scripts.
         input_ranks: Ranks that get it, None for all.
     """
@@ -89,11 +104,12 @@ class RestartLoop:
         self,
         options: LaunchOptions,
         console: Console,
+        plan_launch: PlanLaunch,
         *,
         script_input: bytes = b"",
         input_ranks: Collection[int] | None = None,
     ) -> None:
-        self._options, self._console = options, console
+        self._options, self._console, self._plan_launch = options, console, plan_launch
         self._script_input, self._input_ranks = script_input, input_ranks
         self._begun = time.monotonic()
         self._printed_notes: set[str] = set()
@@ -101,7 +117,7 @@ class RestartLoop:
         self._restarts = 0  # of the job, and of single ranks in its starts
         self._earlier: list[Attempt] = []
 
-    def run(self, plan: LaunchPlan) -> CompletedStart:
+    def run(self, plan: LaunchPlan) -> CompletedAttempt:
         """Run the job to its end.
 
         Args:
@@ -117,7 +133,7 @@ class RestartLoop:
         # SIGUSR1 requests a checkpoint from the scripts; between two starts there are none.
         with signals.ignored(signal.SIGUSR1):
             ended = self._keep(self._start(plan))
-            before: CompletedStart | None = None
+            before: CompletedAttempt | None = None
             while ended.result.status == "failed" and len(self._earlier) < self._options.max_restarts:
                 if before and _same_failure(before, ended):
                     self._warn("it failed twice at once with the same error: it was not restarted once more")
@@ -140,7 +156,7 @@ class RestartLoop:
             attempts=tuple(self._earlier),
         )
 
-    def _keep(self, ended: CompletedStart) -> CompletedStart:
+    def _keep(self, ended: CompletedAttempt) -> CompletedAttempt:
         """Add the warnings and restarts of a start to those of the job."""
         if self._earlier:
             failure = self._earlier[-1].first_failure
@@ -155,7 +171,7 @@ class RestartLoop:
         self._warnings.append(text)
         self._console.say(f"warning: {text}")
 
-    def _restart(self, last: CompletedStart) -> CompletedStart:
+    def _restart(self, last: CompletedAttempt) -> CompletedAttempt:
         """Restart the job on the healthy hosts, and wait for those that it needs. Restore the files of `last` if that fails."""
         number = len(self._earlier) + 1
         self._console.say(f"restarting the job ({number} of {self._options.max_restarts})")
@@ -163,7 +179,7 @@ class RestartLoop:
         try:
             while True:
                 try:
-                    return self._start(runner.plan_launch(self._options, before=last.plan, restart=True), last)
+                    return self._start(self._plan_launch(self._options, before=last.plan, restart=True), last)
                 except DistribError as error:
                     deadline = deadline or time.monotonic() + HOST_WAIT_SECONDS
                     if time.monotonic() > deadline:
@@ -188,7 +204,7 @@ class RestartLoop:
             self._console.say(f"the time limit of {limit:g} s is over")
             raise _TimeLimitReached
 
-    def _start(self, plan: LaunchPlan, last: CompletedStart | None = None) -> CompletedStart:
+    def _start(self, plan: LaunchPlan, last: CompletedAttempt | None = None) -> CompletedAttempt:
         """Run one start of the job; move the files of `last` aside when the hosts are healthy."""
         options, run_dir = self._options, Path(plan.run_dir)
         self._print_notes(plan)
@@ -196,7 +212,7 @@ class RestartLoop:
         with HostSessions(ssh.sockets(plan)) as connections:
 
             def replan(without: Collection[str]) -> LaunchPlan:
-                return runner.plan_launch(options, without, plan)
+                return self._plan_launch(options, without, plan)
 
             plan, warnings = PreflightGate(options, self._console, replan, self._prepare, connections).run(plan)
             self._set_aside(run_dir, last)
@@ -231,7 +247,7 @@ class RestartLoop:
                 self._console.say(f"warning: {plan.forecast.warning}")
             result = supervisor.run()
         stepped = any(state.step > 0 for state in supervisor.job.ranks)
-        return CompletedStart(plan, result, supervisor.tolerance.first_exits, supervisor.job.started, stepped)
+        return CompletedAttempt(plan, result, supervisor.tolerance.first_exits, supervisor.job.started, stepped)
 
     def _print_notes(self, plan: LaunchPlan) -> None:
         for note in plan.notes:
@@ -244,15 +260,13 @@ class RestartLoop:
         run_dir = Path(plan.run_dir)
         ssh.write_ssh_config(run_dir, plan)
         if plan.sync:
-            from distrib_launch.rsync import sync
-
             # Checkpoints on the hosts may be newer than those on this machine.
             keep_newer = self._options.max_restarts > 0
             names = [host.name for host in hosts]
             report = sync(Path(plan.sync), names, plan.ssh, leave_out=[run_dir], keep_newer=keep_newer)
             self._console.say(str(report))
 
-    def _set_aside(self, run_dir: Path, last: CompletedStart | None) -> None:
+    def _set_aside(self, run_dir: Path, last: CompletedAttempt | None) -> None:
         if last is None:
             return
         if len(self._earlier) == last.plan.restarts:
@@ -262,7 +276,7 @@ class RestartLoop:
             run_directory.clear_start(run_dir)
 
 
-def _same_failure(before: CompletedStart, now: CompletedStart) -> bool:
+def _same_failure(before: CompletedAttempt, now: CompletedAttempt) -> bool:
     """Return True if the scripts of both starts ended early with the same error: a defect that a restart does not repair."""
     first, second = before.result.first_failure, now.result.first_failure
     if first is None or second is None or second.exit_code is None or second.signal is not None:

@@ -11,8 +11,8 @@ import msgspec
 
 from distrib._version import __version__
 from distrib_launch import engines
-from distrib_launch.cli import training_options
-from distrib_launch.cli.options import (
+from distrib_launch.arguments import training_options
+from distrib_launch.arguments.options import (
     Parser,
     accept_old_spelling,
     add_connection_options,

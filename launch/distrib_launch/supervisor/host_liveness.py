@@ -1,4 +1,4 @@
-"""Health of the hosts: distinguish a lost host from one that is busy or whose packets were dropped.
+"""Liveness of the hosts: distinguish a lost host from one that is busy or whose packets were dropped.
 
 A process may get no CPU for seconds, and a congested network drops several packets in a row. So the launcher probes a silent host: it
 tries to connect to the host's ports. The host's kernel accepts or refuses the connection; both are signs of life.
@@ -78,7 +78,7 @@ class HostProbe:
                 sock.close()
 
 
-class HostHealth:
+class HostLiveness:
     """Liveness of all watched hosts.
 
     Args:
