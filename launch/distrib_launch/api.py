@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import sys
@@ -16,12 +15,13 @@ from distrib.errors import ConfigError, JobFailed
 from distrib.utils import files
 from distrib_launch import results, run_directory, runner
 from distrib_launch.arguments import launch_arguments
+from distrib_launch.arguments.options import option_words
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
 
 FUNCTION_LIMIT_BYTES = 1 << 30
 """Largest pickle of a function with its arguments."""
-NOT_HERE = ("dry_run", "json", "version", "help", "module")
+NOT_HERE = ("dry-run", "json", "version", "help", "module")
 """Options of the command that `run` does not accept."""
 
 
@@ -66,7 +66,8 @@ def run(
         print(result.return_values[0])
     """
     files.working_directory()  # raises ConfigError if the folder was deleted
-    words = _words({"hosts": _hosts(hosts), "np": np, **options})
+    named = {"hosts": _hosts(hosts), "np": np, **options}
+    words = option_words(launch_arguments.parser(), named, "distrib_launch.run", excluded=NOT_HERE)
     if callable(target):
         name = getattr(target, "__name__", type(target).__name__)
         wanted = launch_arguments.parse([*words, "--module", "distrib_launch.rank_agent.run_function"])
@@ -100,36 +101,6 @@ def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | N
             for host, slots in hosts.items()
         ]
     return os.fspath(hosts) if isinstance(hosts, (str, os.PathLike)) else ",".join(hosts)
-
-
-def _words(options: Mapping[str, Any]) -> list[str]:
-    """Convert options by name to words of the command line."""
-    known = {
-        flag[2:].replace("-", "_"): action
-        for flag, action in launch_arguments.parser()._option_string_actions.items()
-        if flag.startswith("--")
-    }
-    words: list[str] = []
-    for name, value in options.items():
-        action = known.get(name)
-        if action is None or name in NOT_HERE:
-            raise ConfigError(
-                f"distrib_launch.run has no option {name!r}",
-                hint="its options are those of distrib-launch --help, but for dry_run, json, module and version",
-            )
-        flag = "--" + name.replace("_", "-")
-        if isinstance(action, argparse.BooleanOptionalAction):
-            yes, no = action.option_strings
-            words += [] if value is None else [yes if bool(value) == (flag == yes) else no]
-        elif action.nargs == 0:
-            words += [flag] if value else []
-        elif isinstance(value, Mapping):
-            words += [f"{flag}={key}={item}" for key, item in value.items()]
-        elif isinstance(value, (list, tuple)):
-            words += [f"{flag}={item}" for item in value]
-        elif value is not None:
-            words.append(f"{flag}={os.fspath(value) if isinstance(value, os.PathLike) else value}")
-    return words
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 from distrib._version import __version__
 from distrib_launch import engines
 from distrib_launch.arguments import training_options
+from distrib_launch.arguments.config_file import add_config_option, parse_with_config
 from distrib_launch.arguments.options import (
     Parser,
     accept_old_spelling,
@@ -120,6 +121,7 @@ def _add_pod_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output_options(group: argparse._ArgumentGroup) -> None:
+    add_config_option(group)
     group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     group.add_argument("--json", action="store_true", help="print the plan, or the result, as JSON")
     group.add_argument("--run-dir", type=os.path.expanduser, metavar="DIR", help="write logs and results to DIR (default: "
@@ -146,7 +148,7 @@ def parse(words: Sequence[str] | None = None) -> LaunchOptions:
     Raises:
         ConfigError: The command line is not valid.
     """
-    return launch_options(parser().parse_args(words))
+    return launch_options(parse_with_config(parser(), words))
 
 
 def launch_options(options: argparse.Namespace) -> LaunchOptions:

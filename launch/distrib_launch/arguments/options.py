@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import NoneType
 from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
@@ -139,6 +141,51 @@ def integer(what: str, minimum: int = 1) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def option_words(
+    parser: argparse.ArgumentParser, options: Mapping[str, Any], source: str, *, excluded: Collection[str] = ()
+) -> list[str]:
+    """Convert options by name to words of a command line.
+
+    Args:
+        parser: Parser of the command.
+        options: Values by the options' long names. Booleans for flags, lists for options that may be repeated.
+        source: Origin of the options, for messages.
+        excluded: Names that the source cannot set.
+
+    Raises:
+        ConfigError: A name is not an option, or a value is not of its type.
+    """
+    known = {flag[2:]: action for flag, action in parser._option_string_actions.items() if flag.startswith("--")}
+    words: list[str] = []
+    for key, value in options.items():
+        name = key.replace("_", "-")
+        if name not in known or name in excluded:
+            near = difflib.get_close_matches(name, set(known).difference(excluded), n=1)
+            but = f", except {', '.join(excluded)}" if excluded else ""
+            hint = f"did you mean {near[0]}?" if near else f"its options are those of {parser.prog} --help{but}"
+            raise ConfigError(f"{source} has no option {key!r}", hint=hint)
+        action, flag = known[name], f"--{name}"
+        if action.nargs == 0:
+            if not isinstance(value, (bool, NoneType)):
+                raise ConfigError(f"{source}: {key} is {value!r}", hint="write true or false")
+            if isinstance(action, argparse.BooleanOptionalAction) and value is not None:
+                yes, no = action.option_strings
+                words.append(yes if value == (flag == yes) else no)
+            elif value:
+                words.append(flag)
+        elif isinstance(value, Mapping):
+            words += [f"{flag}={key}={item}" for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            words += [f"{flag}={item}" for item in value]
+        elif isinstance(value, bool):
+            raise ConfigError(
+                f"{source}: {key} is {str(value).lower()}", hint=f"write a value, such as {action.metavar}"
+            )
+        elif value is not None:
+            words.append(f"{flag}={os.fspath(value) if isinstance(value, os.PathLike) else value}")
+    return words
 
 
 def accept_old_spelling(parser: argparse._ActionsContainer, old: str, new: str) -> None:

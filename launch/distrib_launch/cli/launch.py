@@ -13,6 +13,8 @@ import msgspec
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import files, signals
 from distrib_launch import run_directory
+from distrib_launch.arguments.completion import complete_words
+from distrib_launch.arguments.config_file import parse_with_config
 from distrib_launch.arguments.launch_arguments import launch_options, parser
 from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
 
@@ -36,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = None
     ignore_closed_streams()
     try:
-        arguments = parser().parse_args(argv)
+        command_parser = parser()
+        complete_words(command_parser)
+        arguments = parse_with_config(command_parser, argv)
         return _run(arguments)
     except DistribError as error:
         status, code, message = "failed", error.exit_code, str(error)

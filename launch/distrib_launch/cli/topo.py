@@ -12,6 +12,7 @@ from distrib._version import __version__
 from distrib.errors import DistribError
 from distrib.utils import files, signals
 from distrib.utils.log import get_logger
+from distrib_launch.arguments.completion import complete_words, is_completing
 from distrib_launch.arguments.options import Parser
 from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
 
@@ -68,7 +69,9 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    parser, verbs = build_parser(next((word for word in words if word in COMMANDS), ""))
+    command = None if is_completing() else next((word for word in words if word in COMMANDS), "")
+    parser, verbs = build_parser(command)
+    complete_words(parser)
     try:
         options, unknown = parser.parse_known_args(words)
         if unknown:
