@@ -345,7 +345,7 @@ def test_the_log_is_that_of_the_rank_which_is_main_for_the_others(tmp_path):
     script = tmp_path / "log.py"
     script.write_text(
         "import distrib\njob = distrib.init()\n"
-        "job._status.metrics({'rank': job.rank}, is_main=job.rank == 1)\njob.log(of=job.rank)\n"
+        "job._parts.status.metrics({'rank': job.rank}, is_main=job.rank == 1)\njob.log(of=job.rank)\n"
     )
     command = [LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", "-np", "2", script]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

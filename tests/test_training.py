@@ -890,7 +890,7 @@ def test_a_rank_that_cannot_end_its_last_round_has_failed(tmp_path):
         "import distrib\n"
         "job = distrib.init()\n"
         "def settle():\n    raise RuntimeError('none left')\n"
-        "job._strategy.synchronize = settle\n"
+        "job._parts.strategy.synchronize = settle\n"
     )
     result = run_ranks(1, script)
     assert result.returncode == 1 and "RuntimeError: none left" in result.stderr, result.stderr

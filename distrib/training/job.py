@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from numbers import Integral
-from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -16,26 +14,20 @@ from torch.utils.data import DataLoader
 from distrib.environment import DISTRIB_SERVERS
 from distrib.errors import TrainingError
 from distrib.strategy import strategy_from_environment
-from distrib.training import compat, shutdown, sync_batchnorm
-from distrib.training.checkpoint import replicas
-from distrib.training.checkpoint.manager import Checkpoints
-from distrib.training.checks.divergence import CHECK_EVERY_STEPS, DivergenceCheck
-from distrib.training.checks.usage import UsageChecks
-from distrib.training.collectives import JobCollectives, Operation
-from distrib.training.data.job_loaders import JobLoaders
+from distrib.training import compat, shutdown
+from distrib.training.checks.divergence import CHECK_EVERY_STEPS
+from distrib.training.collectives import Operation
 from distrib.training.data.sharded_loader import ShardedLoader
-from distrib.training.gradient_accumulation import BatchSamples
+from distrib.training.job_parts import JobParts
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.nan_guard import OnNan
-from distrib.training.prepare import PrepareOptions, Preparer
-from distrib.training.profiler import STEPS, WARMUP_STEPS, JobProfiler
+from distrib.training.prepare import PrepareKeywords, PrepareOptions
 from distrib.training.rendezvous import join
-from distrib.training.step_observer import LastStep
-from distrib.training.strategies.base import ElasticStrategy, TrainingStrategy, create_strategy
-from distrib.training.telemetry.status_pipe import StatusPipe
-from distrib.training.telemetry.step_timer import Meter
-from distrib.training.training_state import TrainingState
+from distrib.training.strategies.base import TrainingStrategy, create_strategy
 from distrib.training.world import find_device, find_world, planned_world, refuse_worker_process
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -92,8 +84,7 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
 class Job:
     """Handle of one rank to the job: the ranks that train together. Created by `distrib.init()`.
 
-    Use it as a context manager, or call `close`; otherwise it closes when the script ends. A rank that fails exits at once. A rank that
-    succeeds waits for the other ranks.
+    Use it as a context manager, or call `close`; otherwise it closes when the script ends, and then waits for the other ranks.
     """
 
     rank: int
@@ -119,34 +110,8 @@ class Job:
         world, self.device = strategy.world, strategy.device
         self.rank, self.world_size = world.rank, world.size
         self.local_rank, self.local_world_size = world.local_rank, world.local_size
-        run = replicas.Run.from_environment(os.environ)
-        self.restarts = run.restarts
-        self._strategy = strategy
-        self._elastic = strategy if isinstance(strategy, ElasticStrategy) else None
-        self._collectives = JobCollectives(world, self._elastic)
-        self._checkpoints = Checkpoints(run, strategy, self._collectives, elastic=bool(self._elastic))
-        self._status = StatusPipe.from_environment()
-        self._profiles = JobProfiler(self.device, os.environ, alone=world.size == 1)
-        self._last_step = LastStep()
-        state = self._state = TrainingState(
-            strategy=strategy, batch=BatchSamples(own=1, all=world.size), accumulate=strategy.settings.accumulate
-        )
-        sync_batchnorm.use_batch_samples(state.batch)
-        usage = UsageChecks(state)
-        self._loaders = JobLoaders(state, self._collectives, usage)
-        divergence = None
-        if world.size > 1 and not self._elastic:
-            divergence = DivergenceCheck(state, divergence_check_steps)
-            state.observers.append(divergence)
-        state.observers += [self._last_step, self._status, self._loaders]
-        self._preparer = Preparer(state, self._collectives, self._loaders, self._status, elastic=bool(self._elastic))
-        self._meter: Meter | None = None
-        if self._status.is_read and world.size > 1:
-            self._meter = Meter(
-                self.device, self._status.measured, lambda: strategy.waited_seconds, lambda: strategy.is_steady,
-                by_tcp=bool(self._elastic),
-            )  # fmt: skip
-        self._shutdown = shutdown.JobShutdown(state, self._collectives, self._status, usage, divergence)
+        self._parts = JobParts(strategy, divergence_check_steps)
+        self.restarts = self._parts.run.restarts
 
     def __repr__(self) -> str:
         return f"<distrib.Job rank {self.rank} of {self.world_size} on {self.device}>"
@@ -154,52 +119,30 @@ class Job:
     @property
     def closed(self) -> bool:
         """True after the job was closed or has failed."""
-        return self._shutdown.closed
+        return self._parts.shutdown.closed
 
     @property
     def is_main(self) -> bool:
         """True on the main rank, which prints and saves. The main rank is rank 0.
 
-        In mode async, the lowest surviving rank becomes the main rank if the main rank fails, so read this property each time. A
-        restarted rank is never main. A disconnected main rank waits in this property until it is connected again or replaced.
+        In mode async it may become another rank, so read this property each time. A disconnected rank waits here for the servers.
         """
-        return self._elastic.is_main if self._elastic else self.rank == 0
+        return self._parts.is_main
 
     @property
     def stepped(self) -> bool:
         """True if the last `optimizer.step()` updated the parameters.
 
-        False while gradients accumulate, and after a step that was skipped because of NaN or Inf. Use it to guard EMA updates and per-step
-        schedulers.
+        False while gradients accumulate, and after a step skipped because of NaN or Inf. Use it to guard EMA updates and schedulers.
         """
-        return self._last_step.updated
-
-    # Training
+        return self._parts.last_step.updated
 
     @overload
     def prepare(self, thing: DataLoader[Any], /) -> ShardedLoader: ...
     @overload
-    def prepare(
-        self,
-        thing: T,
-        /,
-        *,
-        find_unused_parameters: bool = ...,
-        methods: Sequence[str] = ...,
-        sync_batchnorm: bool = ...,
-        accumulate: int | None = ...,
-        on_nan: OnNan = ...,
-    ) -> T: ...
+    def prepare(self, thing: T, /, **options: Unpack[PrepareKeywords]) -> T: ...
     @overload
-    def prepare(
-        self,
-        *things: Any,
-        find_unused_parameters: bool = ...,
-        methods: Sequence[str] = ...,
-        sync_batchnorm: bool = ...,
-        accumulate: int | None = ...,
-        on_nan: OnNan = ...,
-    ) -> tuple[Any, ...]: ...
+    def prepare(self, *things: Any, **options: Unpack[PrepareKeywords]) -> tuple[Any, ...]: ...
     def prepare(
         self,
         *things: Any,
@@ -212,11 +155,9 @@ class Job:
         """Prepare models, optimizers and loaders for training in this job. Collective: the same objects in the same order on every rank.
 
         - A module is moved to `device` and gets rank 0's parameters. In mode sync it is wrapped in DistributedDataParallel, with its own
-          attributes and `state_dict` names; `unwrap` returns the module. To freeze or unfreeze parameters later, prepare
-          the module again.
-        - An optimizer stays the same object, with rank 0's state. Its `step()` becomes a step of the job.
+          attributes and `state_dict` names; `unwrap` returns it. To freeze or unfreeze parameters later, prepare the module again.
+        - An optimizer, GradScaler or scheduler stays the same object, with rank 0's state. `optimizer.step()` becomes a step of the job.
         - A DataLoader becomes a `ShardedLoader`, which yields this rank's batches on `device`.
-        - A GradScaler or learning rate scheduler stays the same object, with rank 0's state.
 
         Args:
             things: Modules, optimizers, DataLoaders, schedulers and GradScalers.
@@ -224,8 +165,7 @@ class Job:
             methods: Names of methods besides `forward` whose results the script calls backward on, such as `["loss"]`.
             sync_batchnorm: True to compute batch normalization statistics over the samples of all ranks.
             accumulate: Batches in a step, as `Job.accumulate` sets it; None leaves the present number.
-            on_nan: Reaction to a gradient that is NaN or infinite: `raise` an error that names rank and parameter, `skip` the step (on
-                all ranks in mode sync), or `ignore` it.
+            on_nan: Reaction to NaN or infinite gradients: `raise` an error with rank and parameter, `skip` the step, or `ignore` them.
 
         Returns:
             The prepared object; a tuple in the order of `things` if there are several.
@@ -236,53 +176,32 @@ class Job:
         Example:
             model, optimizer, loader = job.prepare(model, optimizer, loader)
         """
-        self._check_open()
         options = PrepareOptions(
-            find_unused_parameters=find_unused_parameters,
-            methods=[*methods],
-            sync_batchnorm=sync_batchnorm,
-            on_nan=on_nan,
-            accumulate=accumulate,
-        )
-        prepared = self._preparer.prepare(things, options)
-        for thing in prepared:
-            self._profiles.watch(thing)
-            if self._meter:
-                self._meter.watch(thing)
-        if accumulate is not None:
-            self.accumulate(accumulate)
-        self._preparer.pair()
+            find_unused_parameters=find_unused_parameters, methods=[*methods], sync_batchnorm=sync_batchnorm,
+            accumulate=accumulate, on_nan=on_nan,
+        )  # fmt: skip
+        prepared = self._open().preparer.prepare(things, options)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def release(self, *things: Any) -> None:
         """Free the memory of models and optimizers that are not trained any more. Collective.
 
-        A job keeps references to prepared models and optimizers. Release them in scripts that train several models in turn, such as
-        cross validation. A released optimizer takes no more steps until it is prepared again. Loaders, schedulers and GradScalers need no
-        release.
+        Use it in scripts that train several models in turn, such as cross validation. A released optimizer takes no more steps until it
+        is prepared again. Loaders, schedulers and GradScalers need no release.
 
         Args:
             things: Prepared models and optimizers.
 
         Raises:
             TrainingError: A prepared optimizer still trains the model, or only some batches of a step were accumulated.
-
-        Example:
-            job.release(model, optimizer)
         """
-        self._check_open()
-        self._preparer.release(things)
-        if self._meter:
-            for thing in things:
-                self._meter.release(thing)
+        self._open().preparer.release(things)
 
     def accumulate(self, batches: int) -> None:
-        """Accumulate gradients over several batches per step. Collective.
+        """Accumulate gradients over several batches per step, then average them once over the ranks. Collective.
 
-        Gradients are averaged over the batches of a step, and then once over the ranks.
-
-        The script's loop stays the same: `optimizer.step()` updates parameters only after the last batch of a step. A step may
-        continue in the next epoch. `--accumulate N` at launch has priority.
+        `optimizer.step()` then updates parameters only after the last batch of a step. A step may continue in the next epoch.
+        `--accumulate N` at launch has priority.
 
         Args:
             batches: Batches in a step, at least 1.
@@ -290,14 +209,7 @@ class Job:
         Raises:
             TrainingError: `batches` is not a positive integer, or only some batches of a step were accumulated.
         """
-        self._check_open()
-        if not isinstance(batches, Integral) or batches < 1:
-            raise TrainingError(f"accumulate({batches!r})", hint="give the number of batches, 1 or more")
-        if self._strategy.settings.accumulate > 1:
-            return
-        self._state.accumulate = batches
-        for stepper in self._state.steppers:
-            stepper.accumulate(batches)
+        self._open().state.set_accumulation(batches)
 
     def settle(self) -> None:
         """Make the models identical on all ranks now. Collective.
@@ -305,37 +217,26 @@ class Job:
         In mode sync they always are. In mode local they are synchronized every `--inner-steps` steps, at the end of each epoch of a
         prepared loader, and when the job closes. In mode async they are synchronized when a prepared loader is read for an evaluation.
         """
-        self._check_open()
-        self._state.synchronize()
-        if self._elastic:
-            self.barrier()  # includes the steps of all other ranks
-            self._state.synchronize()
+        self._open().settle()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module inside a prepared model, for example to call its methods or to export it.
 
         Args:
-            model: A prepared model, or any module.
-
-        Returns:
-            The module without DistributedDataParallel and torch.compile.
+            model: A prepared model, in DistributedDataParallel or torch.compile, or any module.
         """
-        inner: nn.Module = unwrap_model(model)
-        return inner
+        return unwrap_model(model)  # type: ignore[no-any-return]
 
     def scale_lr(self, lr: float) -> float:
         """Scale a learning rate to the global batch size, by the linear scaling rule (arXiv:1706.02677).
 
-        The rule is meant for SGD and needs a warm-up; see `warmup`. In mode local with outer momentum (DiLoCo), the rate is not scaled.
-        In mode async with `--no-stale-rate`, the factor is the number of ranks that push together.
+        The rule is meant for SGD and needs a warm-up; see `warmup`. The factor is the number of ranks whose batches make one step: 1 in
+        mode local with outer momentum (DiLoCo), and with `--no-stale-rate` the ranks that push together.
 
         Args:
             lr: A learning rate for the batch size of one rank.
-
-        Returns:
-            `lr` times the number of ranks whose batches make one step.
         """
-        return lr * self._strategy.ranks_per_step
+        return lr * self._parts.strategy.ranks_per_step
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
         """Create a scheduler that raises a rate from `scale_lr` linearly, starting at the rate of one rank.
@@ -347,14 +248,12 @@ class Job:
         Returns:
             The scheduler. Call its `step()` after each `optimizer.step()` that updated the parameters; see `stepped`.
         """
-        start = 1 / self._strategy.ranks_per_step if steps else 1.0  # LinearLR with 0 steps would stay at its start
+        start = 1 / self._parts.strategy.ranks_per_step if steps else 1.0  # with 0 steps, LinearLR stays at its start
         return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=start, end_factor=1.0, total_iters=steps)
 
-    # Collectives
     def barrier(self) -> None:
         """Wait until every rank has called this method. Collective. GPU work that was queued before may still run."""
-        self._check_open()
-        self._collectives.all_reduce(0.0, "sum")
+        self._open().collectives.all_reduce(0.0, "sum")
 
     @overload
     def all_reduce(self, value: float, op: Operation = ...) -> float: ...
@@ -377,10 +276,7 @@ class Job:
         Example:
             accuracy = job.all_reduce(correct, "sum") / job.all_reduce(seen, "sum")
         """
-        self._check_open()
-        return self._collectives.all_reduce(value, op)
-
-    # Checkpoints, metrics and profiles
+        return self._open().collectives.all_reduce(value, op)
 
     def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
         """Write a checkpoint on the main rank. Other ranks continue without waiting.
@@ -393,15 +289,12 @@ class Job:
             objects: Objects with a `state_dict`, and plain values, by name.
 
         Raises:
-            TrainingError: A value could not be loaded with `weights_only=True`, or the last gradients were NaN or infinite.
+            TrainingError: `weights_only=True` could not load a value, or the last gradients were NaN or infinite.
 
         Example:
             job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
         """
-        self._check_open()
-        for stepper in self._state.steppers:
-            stepper.check_last_step(alone=True)
-        self._checkpoints.save(path, objects, is_main=self.is_main)
+        self._open().save(path, objects)
 
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         """Load a checkpoint that `save` wrote. Collective.
@@ -422,8 +315,7 @@ class Job:
         Example:
             epoch = job.restore("last.pt", model=model, optimizer=optimizer, epoch=0)["epoch"]
         """
-        self._check_open()
-        return self._checkpoints.restore(path, objects)
+        return self._open().checkpoints.restore(path, objects)
 
     def log(self, /, **metrics: Any) -> None:
         """Send metrics of this rank to the launcher, which writes them to `metrics.jsonl`. Does not wait for other ranks.
@@ -434,7 +326,7 @@ class Job:
         Raises:
             TrainingError: A value has another type, or all metrics together exceed 4 KiB.
         """
-        self._status.metrics(metrics, is_main=self._elastic.seems_main if self._elastic else self.rank == 0)
+        self._parts.log(metrics)
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True) -> None:
         """Print on the main rank only.
@@ -449,10 +341,8 @@ class Job:
         if self.is_main:
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
-    def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = WARMUP_STEPS, steps: int = STEPS) -> None:
+    def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = 5, steps: int = 20) -> None:
         """Measure the next steps and write a workload for `distrib-topo plan`. Call it before `prepare`, in a job of one rank.
-
-        The script continues afterwards. `distrib-launch --profile FILE` does the same without a change of the script.
 
         Args:
             path: The JSON file: gradients, and seconds of forward, backward, optimizer and data loading.
@@ -462,12 +352,9 @@ class Job:
         Raises:
             TrainingError: The job has several ranks, or something was prepared.
         """
-        self._check_open()
-        if self._state.models or self._loaders.prepared:
-            raise TrainingError("something was prepared already", hint="call job.profile() before job.prepare()")
-        self._profiles.begin(path, warmup_steps=warmup_steps, steps=steps)
-
-    # Closing
+        parts = self._open()
+        parts.preparer.check_nothing_prepared("job.profile()")
+        parts.profiles.begin(path, warmup_steps=warmup_steps, steps=steps)
 
     def close(self) -> None:
         """Wait for the other ranks and disconnect. A second call does nothing.
@@ -476,21 +363,21 @@ class Job:
             RuntimeError: Another rank failed. The error is torch's.
         """
         if not self.closed:
-            self._profiles.end()
-            self._shutdown.close()
+            self._parts.profiles.end()
+            self._parts.shutdown.close()
 
     def __enter__(self) -> Job:
-        self._check_open()
+        self._open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, stack: object) -> None:
         if shutdown.succeeded(error):
             self.close()
         else:
-            self._shutdown.abandon()
+            self._parts.shutdown.abandon()
 
-    def _check_open(self) -> None:
+    def _open(self) -> JobParts:
+        """Return the parts of the job, which must not be closed."""
         if self.closed:
             raise TrainingError("the job is closed", hint="use it inside its with block, and before close()")
+        return self._parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -34,13 +34,26 @@ from distrib.training.model_parameters import (
 )
 from distrib.training.nan_guard import OnNan
 from distrib.training.optimizer_step import OptimizerStepper
+from distrib.training.profiler import JobProfiler
+from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.telemetry.status_pipe import StatusPipe
+from distrib.training.telemetry.step_timer import Meter
 from distrib.training.training_state import TrainingState
+
+
+class PrepareKeywords(TypedDict, total=False):
+    """The options of `Job.prepare`, for type checkers."""
+
+    find_unused_parameters: bool
+    methods: Sequence[str]
+    sync_batchnorm: bool
+    accumulate: int | None
+    on_nan: OnNan
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The options of `Job.prepare`."""
+    """The options of one call of `Job.prepare`."""
 
     find_unused_parameters: bool
     methods: Sequence[str]
@@ -58,8 +71,8 @@ class Preparer:
         collectives: JobCollectives,
         loaders: JobLoaders,
         status: StatusPipe,
-        *,
-        elastic: bool,
+        profiles: JobProfiler,
+        meter: Meter | None,
     ) -> None:
         """Create the preparer.
 
@@ -68,10 +81,14 @@ class Preparer:
             collectives: The job's collectives.
             loaders: Shards the DataLoaders.
             status: Reports to the launcher that a model was prepared.
-            elastic: True in mode async, in which the servers compare the prepared objects of all ranks.
+            profiles: Measures the prepared objects, if a profile was requested.
+            meter: Measures step times for the launcher; None without one.
         """
         self._state, self._strategy, self._world = state, state.strategy, state.strategy.world
-        self._collectives, self._loaders, self._status, self._elastic = collectives, loaders, status, elastic
+        self._collectives, self._loaders, self._status = collectives, loaders, status
+        self._profiles, self._meter = profiles, meter
+        self._elastic = isinstance(state.strategy, ElasticStrategy)
+        """True in mode async, in which the servers compare the prepared objects of all ranks."""
         self._handlers: list[tuple[type, Callable[[Any, PrepareOptions], Any]]] = [
             (ShardedLoader, _keep),
             (DistributedDataParallel, self._prepare_ddp),
@@ -109,9 +126,28 @@ class Preparer:
         if self._world.size > 1:
             broadcast = state_sync.broadcast_settings if self._elastic else state_sync.broadcast_states
             broadcast([thing for thing in things if id(thing) not in known], self._collectives)
+        for thing in prepared:
+            self._profiles.watch(thing)
+            if self._meter:
+                self._meter.watch(thing)
+        if options.accumulate is not None:
+            self._state.set_accumulation(options.accumulate)
+        self._pair()
         return prepared
 
-    def pair(self) -> None:
+    def check_nothing_prepared(self, caller: str) -> None:
+        """Verify that the script has prepared nothing yet.
+
+        Args:
+            caller: The method that must come before `job.prepare`, for the message.
+
+        Raises:
+            TrainingError: A model or a loader was prepared.
+        """
+        if self._state.models or self._loaders.prepared:
+            raise TrainingError("something was prepared already", hint=f"call {caller} before job.prepare()")
+
+    def _pair(self) -> None:
         """Inform every optimizer's stepper of the models that it trains."""
         for stepper in self._state.steppers:
             stepper.pair(self._state.models)
@@ -144,7 +180,9 @@ class Preparer:
             state.models[:] = exclude_model(state.models, model)
             self._strategy.release_model(model)
         state.has_released = True
-        self.pair()
+        self._pair()
+        if self._meter:
+            self._meter.release(things)
 
     def _prepare(self, thing: Any, options: PrepareOptions) -> Any:
         for kind, handler in self._handlers:

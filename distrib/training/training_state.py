@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from torch import nn
 
+from distrib.errors import TrainingError
 from distrib.training.gradient_accumulation import BatchSamples
 from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.step_observer import StepObserver
@@ -65,6 +67,23 @@ class TrainingState:
         for stepper in self.steppers:
             stepper.accumulator.update_hooks()
         return before
+
+    def set_accumulation(self, batches: int) -> None:
+        """Set the number of batches in a step, unless it was chosen at launch. Collective.
+
+        Args:
+            batches: At least 1.
+
+        Raises:
+            TrainingError: `batches` is not a positive integer, or only some batches of a step were accumulated.
+        """
+        if not isinstance(batches, Integral) or batches < 1:
+            raise TrainingError(f"accumulate({batches!r})", hint="give the number of batches, 1 or more")
+        if self.strategy.settings.accumulate > 1:
+            return
+        self.accumulate = batches
+        for stepper in self.steppers:
+            stepper.accumulate(batches)
 
     def synchronize(self) -> None:
         """Make the models identical on all ranks. Collective."""

@@ -619,7 +619,7 @@ def compiled_step(job: distrib.Job) -> None:
         optimizer.zero_grad()
         counted.append(job.stepped)
     job.settle()
-    assert all(counted) and job._state.steppers[-1].taken == 12
+    assert all(counted) and job._parts.state.steppers[-1].taken == 12
     assert_alike(job, model)
     job.release(model, optimizer)
 

@@ -11,7 +11,7 @@ import itertools
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,15 +92,15 @@ class Meter:
                 thing.register_step_post_hook(lambda *_: self._step_ends()),
             ]
 
-    def release(self, thing: Any) -> None:
-        """Stop measuring an object. The next optimizer that is prepared is measured instead.
+    def release(self, things: Sequence[Any]) -> None:
+        """Stop measuring objects. The next optimizer that is prepared is measured instead.
 
         Args:
-            thing: A released model or optimizer.
+            things: Released models and optimizers.
         """
-        if isinstance(thing, nn.Module):
-            self._models = exclude_model(self._models, thing)
-        elif thing is self._optimizer:
+        for model in [thing for thing in things if isinstance(thing, nn.Module)]:
+            self._models = exclude_model(self._models, model)
+        if any(thing is self._optimizer for thing in things):
             for hook in (*self._hooks, *self._step_hooks):
                 hook.remove()
             self._hooks.clear()
