@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrib.bandwidth_model.bucketing import (
-    MAX_ATOMS,
-    MAX_BUCKET_SECONDS,
-    MIN_GAIN_FRACTION,
+    BUCKETS,
     AllReduceCost,
     candidate_bounds,
     ddp_bounds,
@@ -44,7 +42,7 @@ def test_a_cut_covers_every_byte_once(stream, wire, largest):
     ends = optimal_bounds(sizes, ready, wire, max_bytes=largest)
     assert list(ends) == sorted(set(ends))
     assert ends[0] > 0 and ends[-1] == sum(sizes)
-    assert len(ends) <= 2 * MAX_ATOMS + len(sizes)
+    assert len(ends) <= 2 * BUCKETS.max_atoms + len(sizes)
     assert all(end % 4 == 0 for end in ends)
 
 
@@ -113,9 +111,9 @@ def test_on_a_slow_wire_the_clock_decides_between_cuts_that_a_model_finds_alike(
     slow = AllReduceCost(overhead_seconds=2e-5, seconds_per_byte=45e-9)
     best, coarse, short, plain = candidate_bounds(sizes, ready, slow)
     late, soon = (finish_seconds(ends, sizes, ready, slow) for ends in (plain, best))
-    assert soon > (1 - MIN_GAIN_FRACTION) * late  # too close for the model to decide
+    assert soon > (1 - BUCKETS.min_gain_fraction) * late  # too close for the model to decide
     assert (
-        max(lengths(short)) <= MAX_BUCKET_SECONDS / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
+        max(lengths(short)) <= BUCKETS.max_seconds / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
     )
     fast = AllReduceCost(overhead_seconds=2e-5, seconds_per_byte=1e-10)
     assert candidate_bounds(sizes, ready, fast) == [plain]

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from distrib.bandwidth_model.server_throughput import MAX_CHUNK_BYTES
+from distrib.bandwidth_model.server_throughput import CHUNKS
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.failover import CONNECT_TIMEOUT_SECONDS, RebuildTimer
 from distrib.training.parameter_server.partitioning import ParameterSpec, item_bytes, partition
@@ -49,7 +49,7 @@ def test_every_element_is_in_one_chunk(specs, servers, whole):
     covered: dict[int, int] = dict.fromkeys(range(len(parameters)), 0)
     for chunk in chunks:
         assert 0 <= chunk.server < servers
-        assert whole or chunk.bytes <= MAX_CHUNK_BYTES + 64 * 8
+        assert whole or chunk.bytes <= CHUNKS.max_bytes + 64 * 8
         assert not whole or len(chunk.pieces) == 1
         for piece in chunk.pieces:
             assert piece.start == covered[piece.parameter] < piece.stop

@@ -28,11 +28,22 @@ EQUAL_RATE_TOLERANCE = 0.03
 NCCL_NVLINK_BYTES_PER_SECOND = {"NVLink1": 18e9, "NVLink2": 20e9, "NVLink3": 20e9, "NVLink4": 20.6e9, "NVLink5": 40.1e9}
 """One NVLink in a ring of NCCL (NVIDIA/nccl@5067397 src/graph/topo.h)."""
 
-UCX_RAILS = 2
-"""RDMA ports that MPI uses between two ranks (default of UCX_MAX_RNDV_RAILS). NCCL uses all ports of a host."""
 
-LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND = 30e-6, 3e9
-"""TCP inside a host, between ranks on CPUs, where not measured."""
+class TransportDefaults(msgspec.Struct, frozen=True):
+    """Costs and limits of transports where they were not measured; calibrated by benchmarks/prediction.py unless a source is named."""
+
+    loopback_latency_seconds: float = 30e-6
+    """TCP inside a host, between ranks on CPUs."""
+    loopback_bytes_per_second: float = 3e9
+    memory_bytes_per_second: float = 5e9
+    """Copies in the memory of a CPU host."""
+    gloo_hop_seconds: float = 60e-6
+    """Cost of a message of Gloo beyond the latency of the link."""
+    ucx_rails: int = 2
+    """RDMA ports that MPI uses between two ranks (default of UCX_MAX_RNDV_RAILS). NCCL uses all ports of a host."""
+
+
+TRANSPORTS = TransportDefaults()
 
 
 class RingLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,10 +155,9 @@ def _ring_link(topology: Topology, link: Link, streams: float) -> RingLink:
         bandwidth = max((one.bandwidth_bytes_per_second for one in link.measurements), default=bandwidth / nics)
     is_scaled = False
     transports = {one.transport for one in link.measurements}
-    if link.kind in ("infiniband", "roce") and nics > UCX_RAILS and transports == {"mpi"}:
-        bandwidth = min(
-            bandwidth * nics / UCX_RAILS, UPLINK_USABLE_FRACTION * (link.rate_bytes_per_second or float("inf"))
-        )
+    if link.kind in ("infiniband", "roce") and nics > TRANSPORTS.ucx_rails and transports == {"mpi"}:
+        nominal = link.rate_bytes_per_second or float("inf")
+        bandwidth = min(bandwidth * nics / TRANSPORTS.ucx_rails, UPLINK_USABLE_FRACTION * nominal)
         is_scaled = True
     uses_all = is_scaled or bandwidth == link.bandwidth_bytes_per_second
     narrowest, text = min(
@@ -212,7 +222,7 @@ def slowest_inside_host(topology: Topology | None, host: str, workload: Workload
     """
     group = topology.group_of(host) if topology else None
     if workload.device == "cpu":
-        curve = link_curve.linear_curve(LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND)
+        curve = link_curve.linear_curve(TRANSPORTS.loopback_latency_seconds, TRANSPORTS.loopback_bytes_per_second)
         return RingLink(source=host, target=host, text="loopback", kind=None, curve=curve, measured=False)
     if not group or not group.gpus:  # not described: as the catalogue has it
         spec = find_gpu(workload.device)

@@ -14,35 +14,40 @@ import msgspec
 from distrib.bandwidth_model.workload import Gradient
 from distrib.strategy import FORMATS, Strategy
 
-DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
-"""Defaults of DistributedDataParallel (torch/nn/parallel/distributed.py): its first bucket, and each other."""
 
-MAX_DDP_BUCKETS, MIN_DDP_BUCKET_BYTES = 10, 2 << 20
-"""Limits where DDP averages on CPUs: more buckets cost too much on busy CPUs."""
+class BucketSettings(msgspec.Struct, frozen=True):
+    """Limits of gradient buckets; measured by benchmarks/synchronous.py where no source is named."""
 
-MIN_HOOK_BUCKET_BYTES, MAX_HOOK_BUCKETS = 256 << 10, 64
-"""Limits of DDP's buckets where the communication hook sets its own boundaries: small, so that the first is ready early."""
+    ddp_first_bytes: int = 1 << 20
+    """DistributedDataParallel's first bucket (torch/nn/parallel/distributed.py)."""
+    ddp_bytes: int = 25 << 20
+    """Its other buckets."""
+    max_ddp_count: int = 10
+    """Buckets where DDP averages on CPUs: more cost too much on busy CPUs."""
+    min_ddp_bytes: int = 2 << 20
+    """The smallest bucket there."""
+    default_bytes: int = 1 << 20
+    """Buckets of the communication hook until the ready times are known, and always inside one host."""
+    min_hook_bytes: int = 256 << 10
+    """DDP's smallest bucket where the communication hook sets its own boundaries, so that the first is ready early."""
+    max_hook_count: int = 64
+    """DDP's buckets there."""
+    max_atoms: int = 192
+    """Atoms of the dynamic program. Its time grows with the square: 10 ms here."""
+    overhead_fraction: float = 0.005
+    """The overhead of a bucket that is large enough, as a fraction of its time on the network."""
+    busy_factor: int = 10
+    """The overhead of a bucket on busy CPUs against idle ones, at most."""
+    min_gain_fraction: float = 0.02
+    """The least gain against DDP's buckets that is worth a trial where the network is idle for half of the step."""
+    max_seconds: float = 0.06
+    """Time of a bucket on the network in one of the candidates. Two are in flight, and each waits for the other direction.
 
-DEFAULT_BUCKET_BYTES = 1 << 20
-"""Buckets of the communication hook until the ready times are known, and always inside one host."""
+    With DDP's buckets 4 to 6 % of 200 Mb/s stayed unused on 2 hosts of 4 ranks.
+    """
 
-MAX_ATOMS = 192
-"""Atoms of the dynamic program. Its time grows with the square: 10 ms here."""
 
-MAX_OVERHEAD_FRACTION = 0.005
-"""The overhead of a bucket that is large enough, as a fraction of its time on the network."""
-
-BUSY_FACTOR = 10
-"""The overhead of a bucket on busy CPUs against idle ones, at most."""
-
-MIN_GAIN_FRACTION = 0.02
-"""The least gain against DDP's buckets that is worth a trial where the network is idle for half of the step."""
-
-MAX_BUCKET_SECONDS = 0.06
-"""Time of a bucket on the network in one of the candidates. Two are in flight, and each waits for the other direction.
-
-With DDP's buckets 4 to 6 % of 200 Mb/s stayed unused (benchmarks/synchronous.py, 2 hosts of 4 ranks).
-"""
+BUCKETS = BucketSettings()
 
 
 class AllReduceCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +61,8 @@ class AllReduceCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def large_enough_bytes(self) -> int:
-        """The bucket size whose overhead is `MAX_OVERHEAD_FRACTION` of its time."""
-        return int(self.overhead_seconds / MAX_OVERHEAD_FRACTION / self.seconds_per_byte)
+        """The bucket size whose overhead is `BUCKETS.overhead_fraction` of its time."""
+        return int(self.overhead_seconds / BUCKETS.overhead_fraction / self.seconds_per_byte)
 
 
 class GradientBucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +115,7 @@ def optimal_bounds(
 ) -> tuple[int, ...]:
     """Choose the bucket boundaries whose last bucket ends earliest.
 
-    The exact optimum by dynamic programming over `MAX_ATOMS` atoms, as MG-WFBP merges (Shi, Chu, Li 2019, arXiv:1811.11141).
+    The exact optimum by dynamic programming over `BUCKETS.max_atoms` atoms, as MG-WFBP merges (Shi, Chu, Li 2019, arXiv:1811.11141).
     Larger gradients are split, smaller neighbours joined. Ties go to fewer buckets.
 
     Args:
@@ -159,7 +164,19 @@ def ddp_bucket_bytes(total_bytes: int) -> int:
     Returns:
         Bytes per bucket.
     """
-    return min(DDP_BUCKET_BYTES, max(MIN_DDP_BUCKET_BYTES, total_bytes // MAX_DDP_BUCKETS))
+    return min(BUCKETS.ddp_bytes, max(BUCKETS.min_ddp_bytes, total_bytes // BUCKETS.max_ddp_count))
+
+
+def hook_bucket_bytes(total_bytes: int) -> int:
+    """Compute the bucket size for DDP where the communication hook sets its own boundaries.
+
+    Args:
+        total_bytes: All gradients.
+
+    Returns:
+        Bytes per bucket.
+    """
+    return max(BUCKETS.min_hook_bytes, total_bytes // BUCKETS.max_hook_count)
 
 
 def ddp_bounds(sizes_bytes: Sequence[int], bucket_bytes: int | None = None) -> tuple[int, ...]:
@@ -172,12 +189,12 @@ def ddp_bounds(sizes_bytes: Sequence[int], bucket_bytes: int | None = None) -> t
     Returns:
         The end of each bucket, bytes from the first gradient.
     """
-    ends, begun, end, limit = [], 0, 0, bucket_bytes or DDP_FIRST_BUCKET_BYTES
+    ends, begun, end, limit = [], 0, 0, bucket_bytes or BUCKETS.ddp_first_bytes
     for size in sizes_bytes:
         end += size
         if end - begun >= limit:
             ends.append(end)
-            begun, limit = end, bucket_bytes or DDP_BUCKET_BYTES
+            begun, limit = end, bucket_bytes or BUCKETS.ddp_bytes
     return tuple(ends) if begun == end else (*ends, end)
 
 
@@ -201,7 +218,7 @@ def even_bounds(total_bytes: int, bucket_bytes: int, grain_bytes: int = 64) -> t
 
 def _atoms(sizes: Sequence[int], ready: Sequence[float], grain: int) -> tuple[list[int], list[float]]:
     """Divide the gradients into atoms of similar size, with their ready times."""
-    target = max(grain, math.ceil(sum(sizes) / MAX_ATOMS))
+    target = max(grain, math.ceil(sum(sizes) / BUCKETS.max_atoms))
     parts: list[int] = []
     times: list[float] = []
     gathered, latest, before = 0, 0.0, 0.0
@@ -267,7 +284,7 @@ def is_averaged_by_ddp(total_bytes: float, strategy: Strategy, *, one_rank_per_h
     """
     if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
         return False
-    return one_rank_per_host or total_bytes <= MIN_HOOK_BUCKET_BYTES
+    return one_rank_per_host or total_bytes <= BUCKETS.min_hook_bytes
 
 
 def candidate_bounds(
@@ -282,20 +299,20 @@ def candidate_bounds(
 
     Returns:
         Boundaries: optimal by the model, with few buckets, with short buckets, and DDP's. Only DDP's where the network is idle
-        for half of the step and the optimum gains less than `MIN_GAIN_FRACTION`.
+        for half of the step and the optimum gains less than `BUCKETS.min_gain_fraction`.
     """
-    large_enough = max(DEFAULT_BUCKET_BYTES, cost.large_enough_bytes)
+    large_enough = max(BUCKETS.default_bytes, cost.large_enough_bytes)
     best = optimal_bounds(sizes_bytes, ready_seconds, cost, max_bytes=large_enough)
     plain = ddp_bounds(sizes_bytes)
     through = finish_seconds(plain, sizes_bytes, ready_seconds, cost)
     idle = sum(sizes_bytes) * cost.seconds_per_byte < through / 2
-    if idle and finish_seconds(best, sizes_bytes, ready_seconds, cost) > (1 - MIN_GAIN_FRACTION) * through:
+    if idle and finish_seconds(best, sizes_bytes, ready_seconds, cost) > (1 - BUCKETS.min_gain_fraction) * through:
         return [plain]
-    busy = msgspec.structs.replace(cost, overhead_seconds=BUSY_FACTOR * cost.overhead_seconds)
+    busy = msgspec.structs.replace(cost, overhead_seconds=BUCKETS.busy_factor * cost.overhead_seconds)
     # Bounded, so that the copies out of shared memory do not all come at the end.
     largest = max(ddp_bucket_bytes(sum(sizes_bytes)), large_enough)
     coarse = optimal_bounds(sizes_bytes, ready_seconds, busy, max_bytes=largest)
-    longest = max(DEFAULT_BUCKET_BYTES, int(MAX_BUCKET_SECONDS / cost.seconds_per_byte))
+    longest = max(BUCKETS.default_bytes, int(BUCKETS.max_seconds / cost.seconds_per_byte))
     short = optimal_bounds(sizes_bytes, ready_seconds, busy, max_bytes=min(largest, longest))
     return [best, coarse, short, plain]
 
@@ -319,16 +336,15 @@ def hook_buckets(
         return ddp_buckets(gradients, strategy.bucket_bytes)
     if is_averaged_by_ddp(total, strategy, one_rank_per_host=ranks_per_host == 1):
         return ddp_buckets(gradients, ddp_bucket_bytes(total))
-    fine = max(MIN_HOOK_BUCKET_BYTES, total // MAX_HOOK_BUCKETS)
-    parts = ddp_buckets(gradients, strategy.bucket_bytes or fine)
+    parts = ddp_buckets(gradients, strategy.bucket_bytes or hook_bucket_bytes(total))
     if strategy.bucket_bytes or cost is None:
-        even = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+        even = strategy.bucket_bytes or BUCKETS.default_bytes
         return tuple(bucket for part in parts for bucket in _split(part, even_bounds(int(part.size_bytes), even)))
     ends = optimal_bounds(
         [int(part.size_bytes) for part in parts],
         [part.ready_seconds for part in parts],
         cost,
-        max_bytes=max(DEFAULT_BUCKET_BYTES, cost.large_enough_bytes),
+        max_bytes=max(BUCKETS.default_bytes, cost.large_enough_bytes),
     )
     return tuple(_join(parts, ends))
 

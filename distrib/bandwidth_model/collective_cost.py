@@ -14,26 +14,52 @@ from typing import Literal
 import msgspec
 
 from distrib.bandwidth_model import link_curve
+from distrib.bandwidth_model.bottleneck import TRANSPORTS
 from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.link_curve import Curve
 from distrib.cluster.measurements import Collective
 from distrib.strategy import FORMATS, Gradients
 
-# NVIDIA/nccl@5067397 src/graph/tuning.cc: microseconds, for LL, LL128 and Simple.
-_BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
-_RING_HOP = {"nvlink": (0.6, 1.9, 3.4), "pcie": (1.0, 2.5, 5.7), "net": (2.7, 4.0, 14.0)}
-_TREE_HOP = {"nvlink": (0.6, 1.25, 4.0), "pcie": (1.0, 1.9, 4.0), "net": (5.0, 8.5, 14.0)}
-_RING_PART = (0.5, 0.92, 1.0)
-_TREE_PART = (1 / 3.8, 0.92, 0.92)
-_MANY_NODES_SIMPLE = 1.4
-"""Factor of Simple's ring latency over several nodes."""
 
-GLOO_HOP_SECONDS = 60e-6
-"""Gloo's cost of a message beyond the latency of the link, where no all-reduce was measured."""
+class NcclCost(msgspec.Struct, frozen=True):
+    """Cost of one algorithm and protocol in NCCL's tuner; latencies in microseconds."""
 
-MEMORY_BYTES_PER_SECOND = 5e9
-"""Copies in the memory of a CPU host, where not measured."""
+    base: float
+    """Latency of the operation."""
+    nvlink: float
+    """Latency of a hop over NVLink."""
+    pcie: float
+    network: float
+    bandwidth_fraction: float
+    """Fraction of the link's bandwidth that carries data."""
+    hosts_factor: float = 1.0
+    """Factor of the latency over several hosts."""
+
+
+class NcclProtocol(msgspec.Struct, frozen=True, kw_only=True):
+    """A protocol of NCCL with the cost of both algorithms."""
+
+    name: str
+    ring: NcclCost
+    tree: NcclCost
+
+
+class NcclTuner(msgspec.Struct, frozen=True):
+    """Figures of NCCL's tuner (NVIDIA/nccl@5067397 src/graph/tuning.cc)."""
+
+    protocols: tuple[NcclProtocol, ...] = (
+        NcclProtocol(name="LL", ring=NcclCost(6.6, 0.6, 1.0, 2.7, 0.5), tree=NcclCost(6.8, 0.6, 1.0, 5.0, 1 / 3.8)),
+        NcclProtocol(name="LL128", ring=NcclCost(14.0, 1.9, 2.5, 4.0, 0.92), tree=NcclCost(14.0, 1.25, 1.9, 8.5, 0.92)),
+        NcclProtocol(
+            name="Simple", ring=NcclCost(8.4, 3.4, 5.7, 14.0, 1.0, 1.4), tree=NcclCost(8.4, 4.0, 4.0, 14.0, 0.92)
+        ),
+    )
+    network_latency_seconds: float = 2.7e-6
+    """Latency of InfiniBand, which the hops over the network contain. TCP has a higher one."""
+
+
+NCCL_TUNER = NcclTuner()
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +169,9 @@ def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
     inside = 0.0
     if fabric.ranks_per_host > 1:
         inside = (
-            (1 + 1 / fabric.ranks_per_host) * size_bytes / (fabric.memory_bytes_per_second or MEMORY_BYTES_PER_SECOND)
+            (1 + 1 / fabric.ranks_per_host)
+            * size_bytes
+            / (fabric.memory_bytes_per_second or TRANSPORTS.memory_bytes_per_second)
         )
     if fabric.network is None:
         return inside
@@ -154,7 +182,7 @@ def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
 
 
 def _with_hop(curve: Curve) -> Curve:
-    return link_curve.linear_curve(curve.latency_seconds + GLOO_HOP_SECONDS, curve.large_bytes_per_second)
+    return link_curve.linear_curve(curve.latency_seconds + TRANSPORTS.gloo_hop_seconds, curve.large_bytes_per_second)
 
 
 @functools.lru_cache(maxsize=256)
@@ -202,32 +230,33 @@ def _nccl(fabric: Fabric, size_bytes: float) -> float:
 def _nccl_tuned(fabric: Fabric, size_bytes: float) -> float:
     """Compute the fastest of NCCL's algorithms and protocols by its tuner's model (src/graph/tuning.cc)."""
     inside = fabric.intra_node
-    bus = "nvlink" if inside and inside.kind == "nvlink" else "pcie"
+    has_nvlink = inside is not None and inside.kind == "nvlink"
     rates = [link.bytes_per_second for link in (fabric.network, inside) if link]
     bandwidth = min(rates)
     n, hosts, each = fabric.ranks, fabric.hosts, fabric.ranks_per_host
-    # The tuner assumes InfiniBand; TCP has a higher latency.
-    extra_latency = max(0.0, fabric.network.curve.latency_seconds - 2.7e-6) if fabric.network else 0.0
+    extra_latency = 0.0
+    if fabric.network:
+        extra_latency = max(0.0, fabric.network.curve.latency_seconds - NCCL_TUNER.network_latency_seconds)
     # Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
     loads = ((fabric.network, 1 if hosts == 2 else 2), (inside, 1 if each == 2 else 2))
-    tree = max(load / link.bytes_per_second for link, load in loads if link)
+    tree_load = max(load / link.bytes_per_second for link, load in loads if link)
     best = math.inf
-    for number, protocol in enumerate(("LL", "LL128", "Simple")):
-        if protocol == "LL128" and inside and bus == "pcie":
+    for protocol in NCCL_TUNER.protocols:
+        if protocol.name == "LL128" and inside and not has_nvlink:
             continue  # LL128 needs 128-byte stores, which NVLink has
+        cost = protocol.ring
         between = 2 * (hosts - 1)
-        latency = _BASE["ring"][number] + (2 * (n - 1) - between) * _RING_HOP[bus][number]
-        latency += between * _RING_HOP["net"][number]
-        if protocol == "Simple" and hosts > 1:
-            latency *= _MANY_NODES_SIMPLE
-        carried = 2 * (n - 1) / n * size_bytes / (bandwidth * _RING_PART[number])
+        latency = cost.base + (2 * (n - 1) - between) * (cost.nvlink if has_nvlink else cost.pcie)
+        latency += between * cost.network
+        if hosts > 1:
+            latency *= cost.hosts_factor
+        carried = 2 * (n - 1) / n * size_bytes / (bandwidth * cost.bandwidth_fraction)
         best = min(best, latency * 1e-6 + between * extra_latency + carried)
         if hosts > 1:
+            cost = protocol.tree
             hops = math.log2(hosts)
-            latency = _BASE["tree"][number] + 2 * (
-                (each - 1) * _TREE_HOP[bus][number] + hops * _TREE_HOP["net"][number]
-            )
-            carried = tree * size_bytes / _TREE_PART[number]
+            latency = cost.base + 2 * ((each - 1) * (cost.nvlink if has_nvlink else cost.pcie) + hops * cost.network)
+            carried = tree_load * size_bytes / cost.bandwidth_fraction
             best = min(best, latency * 1e-6 + 2 * hops * extra_latency + carried)
     return best
 

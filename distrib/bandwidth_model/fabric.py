@@ -19,12 +19,6 @@ from distrib.errors import ConfigError
 MEASURED_ERROR, CATALOGUED_ERROR = 0.05, 0.15
 """Expected relative errors of a step with measured links and with data sheets."""
 
-SAME_RATE_TOLERANCE = 0.1
-"""Relative difference of rates below which a measured all-reduce is used unscaled."""
-
-MIN_LARGE_BYTES, MIN_EXPLAINED_FRACTION = 1 << 20, 0.7
-"""An all-reduce of this size should be explained by its slowest link to this fraction."""
-
 HYPOTHETICAL = "hypothetical"
 """The name of a cluster that is given by options only."""
 
@@ -61,13 +55,13 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_slower_than_links(self) -> bool:
-        """True if a large all-reduce was measured clearly slower than its slowest link explains."""
+        """True if an all-reduce of 1 MiB or more took longer than its slowest link explains: the link explains less than 70 %."""
         if self.network is None:
             return False
         for collective in self.collectives:
             n, last = collective.ranks, collective.curve[-1]
             carried_seconds = 2 * (n - 1) / n * last.size_bytes / self.network.bytes_per_second
-            if last.size_bytes >= MIN_LARGE_BYTES and carried_seconds < MIN_EXPLAINED_FRACTION * last.seconds:
+            if last.size_bytes >= 1 << 20 and carried_seconds < 0.7 * last.seconds:
                 return True
         return False
 
@@ -135,13 +129,8 @@ def find_fabric(
     intra_node = _intra_node(topology, names, workload, each) if most > 1 else None
     slowness, slowness_notes = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
     notes += slowness_notes
-    if (
-        intra_node
-        and intra_node.kind == "nvlink"
-        and topology
-        and (group := topology.group_of(intra_node.host))
-        and not group.links
-    ):
+    group = topology.group_of(intra_node.host) if topology and intra_node and intra_node.kind == "nvlink" else None
+    if intra_node and group and not group.links:
         notes += (f"`links` are not described for {intra_node.host}: {intra_node.text} is assumed from the catalogue",)
     links = [link for link in (network, intra_node) if link]
     if network and not gpus:  # ranks of a CPU host share memory
@@ -276,13 +265,13 @@ def _collectives(topology: Topology | None, network: RingLink | None, gpus: bool
 
 
 def _over(topology: Topology, collective: Collective, network: RingLink) -> Collective | None:
-    """Scale an all-reduce to `network` as its slowest link; None if its own links are unknown."""
+    """Scale an all-reduce to `network` as its slowest link, if the rates differ by over 10 %; None if its own links are unknown."""
     try:
         own = slowest_between_hosts(topology, collective.hosts, gpus=collective.backend == "nccl")
     except ConfigError:
         return None
     factor = own.bytes_per_second / network.bytes_per_second
-    return collective if abs(factor - 1) <= SAME_RATE_TOLERANCE else _faster(collective, own, factor)
+    return collective if abs(factor - 1) <= 0.1 else _faster(collective, own, factor)
 
 
 def _faster(collective: Collective, network: RingLink, factor: float) -> Collective:

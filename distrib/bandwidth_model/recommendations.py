@@ -19,12 +19,6 @@ from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 from distrib.strategy import INNER_STEPS, AllReduce, Gradients, Mode, Strategy, validate_strategy
 
-TRIED_BUCKETS_MIB, TRIED_ACCUMULATION, TRIED_INNER_STEPS = (1, 5, 100), (4, 16), (10, 100)
-"""Candidate bucket sizes, batches per optimizer step and steps per local SGD round."""
-
-MIN_SUBSET_SPEEDUP = 1.1
-"""The least gain in samples per second of a subset of hosts: twice the expected error of measured links."""
-
 SAME_AS_SYNC = "same as synchronous SGD"
 
 
@@ -84,16 +78,7 @@ def recommend(
         if each not in predictions:
             predictions[each] = predict_on_fabric(fabric, workload, each)
     shown = (each for each in predictions if each == fastest or not _changes_algorithm_and_buckets(each, strategy))
-    found = [
-        Recommendation(
-            strategy=each,
-            prediction=predictions[each],
-            exact=each.exact,
-            convergence=convergence_effect(each),
-            options=strategy_options(each),
-        )
-        for each in shown
-    ]
+    found = [_recommendation(each, predictions[each], convergence_effect(each)) for each in shown]
     found += _larger_batches(fabric, workload, strategy)
     # Of two that are equally fast, the one that changes less comes first.
     most = max(one.prediction.samples_per_second for one in found)
@@ -138,6 +123,7 @@ def find_faster_subset(
     hosts: Sequence[str],
     ranks_per_host: int | Sequence[int] = 1,
     baseline: Prediction,
+    min_speedup: float = 1.1,
 ) -> HostSubset | None:
     """Find hosts that would train faster alone, as where a link is slow or one kind of host is.
 
@@ -150,9 +136,10 @@ def find_faster_subset(
         hosts: All hosts of the job.
         ranks_per_host: One number, or one for each host.
         baseline: The prediction for all hosts.
+        min_speedup: The least gain in samples per second: twice the expected error of measured links.
 
     Returns:
-        The best subset, None if none exceeds the baseline by `MIN_SUBSET_SPEEDUP`.
+        The best subset, None if none exceeds the baseline by `min_speedup`.
     """
     each = [ranks_per_host] * len(hosts) if isinstance(ranks_per_host, int) else list(ranks_per_host)
     kinds: dict[tuple[int, int], list[int]] = {}
@@ -171,7 +158,7 @@ def find_faster_subset(
             continue
         found.append(HostSubset(hosts=names, prediction=prediction))
     best = max(found, key=lambda one: one.prediction.samples_per_second, default=None)
-    is_faster = best and best.prediction.samples_per_second > MIN_SUBSET_SPEEDUP * baseline.samples_per_second
+    is_faster = best and best.prediction.samples_per_second > min_speedup * baseline.samples_per_second
     return best if is_faster else None
 
 
@@ -214,11 +201,7 @@ def _equivalent(fabric: Fabric, strategy: Strategy) -> list[Strategy]:
     algorithms: tuple[AllReduce, ...] = (strategy.all_reduce,)
     if strategy.all_reduce == "auto" and not fabric.gpus:
         algorithms = ("auto", "flat")
-    sizes = (
-        (None, *(size << 20 for size in TRIED_BUCKETS_MIB))
-        if strategy.bucket_bytes is None
-        else (strategy.bucket_bytes,)
-    )
+    sizes = (None, 1 << 20, 5 << 20, 100 << 20) if strategy.bucket_bytes is None else (strategy.bucket_bytes,)
     return [
         msgspec.structs.replace(strategy, all_reduce=algorithm, bucket_bytes=size)
         for algorithm in algorithms
@@ -255,7 +238,7 @@ def _smaller_messages(strategy: Strategy, fastest: Strategy, half: Gradients) ->
         formats = formats[[each.format for each in formats].index(own) + 1 :]
     found = [msgspec.structs.replace(strategy, gradients=each) for each in formats]
     shortest = msgspec.structs.replace(fastest, gradients=half) if strategy.gradients.exact else fastest
-    more = [count for count in TRIED_ACCUMULATION if count > strategy.accumulate]
+    more = [count for count in (4, 16) if count > strategy.accumulate]
     found += [msgspec.structs.replace(strategy, accumulate=count) for count in more]
     return [*found, shortest, *(msgspec.structs.replace(shortest, accumulate=count) for count in more[:1])]
 
@@ -264,7 +247,7 @@ def _local_sgd(strategy: Strategy) -> list[Strategy]:
     """List local SGD with longer rounds."""
     local = strategy if strategy.mode == "local" else _in_mode(strategy, "local", inner_steps=1)
     fewest = local.inner_steps or INNER_STEPS
-    return [msgspec.structs.replace(local, inner_steps=count) for count in TRIED_INNER_STEPS if count > fewest]
+    return [msgspec.structs.replace(local, inner_steps=count) for count in (10, 100) if count > fewest]
 
 
 def _parameter_servers(strategy: Strategy, hosts: int) -> list[Strategy]:
@@ -298,13 +281,21 @@ def _larger_batches(fabric: Fabric, workload: Workload, strategy: Strategy) -> l
         larger = scaled_workload(workload, batch=times * workload.batch)
         prediction = predict_on_fabric(fabric, larger, strategy)
         if prediction.fits_memory is not False:
-            found.append(
-                Recommendation(
-                    strategy=strategy, prediction=prediction, exact=False, convergence=f"global batch x {times}", options=strategy_options(strategy),
-                    batch=larger.batch,
-                )
-            )  # fmt: skip
+            found.append(_recommendation(strategy, prediction, f"global batch x {times}", batch=larger.batch))
     return found
+
+
+def _recommendation(
+    strategy: Strategy, prediction: Prediction, convergence: str, batch: int | None = None
+) -> Recommendation:
+    return Recommendation(
+        strategy=strategy,
+        prediction=prediction,
+        exact=strategy.exact and batch is None,
+        convergence=convergence,
+        options=strategy_options(strategy),
+        batch=batch,
+    )
 
 
 def convergence_effect(strategy: Strategy) -> str:

@@ -14,16 +14,23 @@ from distrib.bandwidth_model.step_timeline import Step
 from distrib.bandwidth_model.workload import Workload
 from distrib.strategy import Strategy
 
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 4 << 20
-"""Limits of a chunk. A smaller one costs more in headers, system calls and optimizer steps than its time at 1 Gb/s."""
 
-TARGET_CHUNKS = 32
-"""Chunks of a large model: while one returns, others are in flight."""
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Limits of a chunk of the parameters, the unit of transfer and update."""
 
-MIN_CHUNKS_PER_SERVER, MAX_CHUNKS_PER_SERVER = 4, 16
+    min_bytes: int = 64 << 10
+    """A smaller one costs more in headers, system calls and optimizer steps than its time at 1 Gb/s."""
+    max_bytes: int = 4 << 20
+    target_count: int = 32
+    """Chunks of a large model: while one returns, others are in flight."""
+    min_per_server: int = 4
+    max_per_server: int = 16
+    min_shared_bytes: int = 1 << 20
+    """The lower limit in shared memory, which is faster than a network."""
 
-MIN_SHARED_CHUNK_BYTES = 1 << 20
-"""The lower limit in shared memory, which is faster than a network."""
+
+CHUNKS = ChunkSettings()
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,11 @@ def chunk_bytes(total_bytes: int, servers: int, *, shared: bool = False) -> int:
     Returns:
         Bytes, at most.
     """
+    fewest, most = CHUNKS.min_per_server, CHUNKS.max_per_server
     if shared:  # one chunk is copied while another is updated
-        return min(MAX_CHUNK_BYTES, max(MIN_SHARED_CHUNK_BYTES, total_bytes // (servers * MIN_CHUNKS_PER_SERVER)))
-    each = min(MAX_CHUNKS_PER_SERVER, max(MIN_CHUNKS_PER_SERVER, TARGET_CHUNKS // servers))
-    return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, total_bytes // (servers * each)))
+        return min(CHUNKS.max_bytes, max(CHUNKS.min_shared_bytes, total_bytes // (servers * fewest)))
+    each = min(most, max(fewest, CHUNKS.target_count // servers))
+    return min(CHUNKS.max_bytes, max(CHUNKS.min_bytes, total_bytes // (servers * each)))
 
 
 def ranks_per_push(fabric: Fabric, strategy: Strategy) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from distrib.bandwidth_model import bucketing, collective_cost, step_timeline
+from distrib.bandwidth_model.bottleneck import TRANSPORTS
 from distrib.bandwidth_model.bucketing import AllReduceCost, GradientBucket
 from distrib.bandwidth_model.collective_cost import payload_of
 from distrib.bandwidth_model.fabric import Fabric
@@ -288,4 +289,4 @@ def _network_seconds(fabric: Fabric, strategy: Strategy, bucket: GradientBucket)
 
 def _copy_rate(fabric: Fabric) -> float:
     """Return the bytes per second of copies in memory."""
-    return fabric.memory_bytes_per_second or collective_cost.MEMORY_BYTES_PER_SECOND
+    return fabric.memory_bytes_per_second or TRANSPORTS.memory_bytes_per_second

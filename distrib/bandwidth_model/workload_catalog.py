@@ -12,7 +12,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -27,12 +27,17 @@ from distrib.utils import files
 Precision = Literal["amp", "tf32", "fp32"]
 PATH = Path(__file__).with_name("workload_catalog.yaml")
 
-STATE_BYTES = {"sgd": 12, "adam": 16}
-"""Bytes per parameter: value, gradient and optimizer state (one momentum; two moments), 4 each."""
-STEP_BYTES = {"sgd": 20, "adam": 28}
-"""Bytes that an optimizer reads and writes per parameter and step."""
-STREAM_FRACTION = 0.75
-"""Fraction of the memory bandwidth that such passes reach (BabelStream: 0.7 to 0.9)."""
+
+class OptimizerMemory(NamedTuple):
+    """Memory and traffic of an optimizer in fp32."""
+
+    state_bytes: int
+    """Bytes per parameter: value, gradient and optimizer state (one momentum; two moments), 4 each."""
+    step_bytes: int
+    """Bytes that it reads and writes per parameter and step."""
+
+
+OPTIMIZERS = {"sgd": OptimizerMemory(12, 20), "adam": OptimizerMemory(16, 28)}
 
 
 class _Source(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,16 +138,15 @@ def catalog_workload(name: str, gpu: str, batch: int | None = None, *, precision
     chosen: Precision = precision or ("amp" if "fp16" in spec.tflops and not spec.name.startswith("P100") else "fp32")
     arithmetic = _network(key)
     rate_of_gpu = _compute_rate(key, spec.name, chosen)
-    optimizer_seconds = (
-        arithmetic.elements
-        * STEP_BYTES[entry.optimizer]
-        / (spec.memory_bandwidth_bytes_per_second.value * STREAM_FRACTION)
-    )
+    optimizer = OPTIMIZERS[entry.optimizer]
+    # Such passes reach three quarters of the memory bandwidth (BabelStream: 0.7 to 0.9).
+    stream_bytes_per_second = spec.memory_bandwidth_bytes_per_second.value * 0.75
+    optimizer_seconds = arithmetic.elements * optimizer.step_bytes / stream_bytes_per_second
     # Published speeds contain little optimizer time: their batches are large.
     passes_seconds = samples * arithmetic.training_flop / rate_of_gpu.flop_per_second
     backward_seconds = passes_seconds * 2 / 3
     element_bytes = 2 if chosen == "amp" else 4
-    state_bytes = STATE_BYTES[entry.optimizer] + (2 if chosen == "amp" else 0)
+    state_bytes = optimizer.state_bytes + (2 if chosen == "amp" else 0)
     return Workload(
         name=key,
         origin="catalogued",

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distrib._version import __version__
-from distrib.bandwidth_model.workload import MAX_VARIATION, Gradient, Workload, write_workload
+from distrib.bandwidth_model.workload import MAX_VALUES, Gradient, Workload, write_workload
 from distrib.cluster.hardware_catalog import find_gpu
 from distrib.environment import DISTRIB_PROFILE, DISTRIB_RESULT_FD
 from distrib.errors import TrainingError
@@ -349,7 +349,7 @@ def _processor_seconds_of_children() -> float:
 def _variation(seconds: Sequence[float]) -> float:
     """Compute the coefficient of variation from the quartiles, assuming normal errors. A single outlier does not count."""
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return min(MAX_VARIATION, (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
+    return min(MAX_VALUES["variation"], (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
 
 
 def samples_of(batch: Any) -> int:

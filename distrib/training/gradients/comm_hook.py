@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from distrib.bandwidth_model.bucketing import DEFAULT_BUCKET_BYTES, candidate_bounds, even_bounds
+from distrib.bandwidth_model.bucketing import BUCKETS, candidate_bounds, even_bounds
 from distrib.strategy import Gradients, Strategy
 from distrib.training import compat
 from distrib.training.gradients.compression import BucketInfo, Compressor, NoCompression, create_compressor
@@ -286,7 +286,7 @@ class HierarchicalHook(GradientHook):
         if self._bounds:
             yield from (stop for stop in self._bounds if begin < stop <= end)
         elif not self._compressor.needs_whole_buckets:
-            yield from (begin + stop for stop in even_bounds(end - begin, self._even_bytes or DEFAULT_BUCKET_BYTES))
+            yield from (begin + stop for stop in even_bounds(end - begin, self._even_bytes or BUCKETS.default_bytes))
 
     def _send(self, stop: int, bucket: GradBucket) -> None:
         info = None

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import msgspec
 
-from distrib.bandwidth_model.server_throughput import MIN_CHUNK_BYTES, chunk_bytes
+from distrib.bandwidth_model.server_throughput import CHUNKS, chunk_bytes
 from distrib.errors import TrainingError
 
 ALIGNMENT_ELEMENTS = 64
@@ -128,7 +128,7 @@ def _whole(parameters: Sequence[ParameterSpec], servers: int) -> tuple[Chunk, ..
 
 def _count(size: int, target_bytes: int, servers: int) -> int:
     """Return the number of chunks for `size` bytes: a multiple of `servers`, unless they would be very small."""
-    if size >= servers * MIN_CHUNK_BYTES // 4:
+    if size >= servers * CHUNKS.min_bytes // 4:
         return -(-size // (target_bytes * servers)) * servers
     return -(-size // target_bytes) or 1
 

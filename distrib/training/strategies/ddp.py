@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distrib.bandwidth_model.bucketing import (
-    MAX_HOOK_BUCKETS,
-    MIN_HOOK_BUCKET_BYTES,
     ddp_bucket_bytes,
+    hook_bucket_bytes,
     is_averaged_by_ddp,
 )
 from distrib.errors import TrainingError
@@ -283,7 +282,7 @@ def wrap_model(
     hook = HierarchicalHook(trainable, settings)
     bucket_bytes = settings.bucket_bytes
     if bucket_bytes is None and not FORMATS[settings.gradients.format].whole_buckets:
-        bucket_bytes = max(MIN_HOOK_BUCKET_BYTES, size // MAX_HOOK_BUCKETS)
+        bucket_bytes = hook_bucket_bytes(size)
     wrapped = _wrap(model, bucket_bytes, options)
     attach_hook(wrapped, hook)
     return wrapped
