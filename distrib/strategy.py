@@ -61,8 +61,12 @@ class GradientFormat:
     argument: Literal["", "rank", "fraction"] = ""
     """The field of `Gradients` that the user gives after a colon."""
     cost: Callable[[Gradients, float, float], tuple[float, float]] | None = None
-    """From the settings, elements and tensors of a bucket: bytes that a rank sends, and how often packing reads or writes the bucket.
+    """From the settings, elements and tensors of a bucket: bytes of the compressed bucket, and how often packing reads or writes it.
     None: the gradients as they are."""
+    effect: str = "compressed gradients"
+    """The effect on convergence, in a few words."""
+    recommended: str = ""
+    """The argument that `distrib-topo plan` tries; empty for none."""
     all_gather: bool = False
     """True if ranks gather the compressed gradients, False if they all-reduce them."""
     whole_buckets: bool = False
@@ -83,28 +87,42 @@ _COMPRESSION = "distrib.training.gradients.compression"
 FORMATS = {
     "fp32": GradientFormat(compressor=f"{_COMPRESSION}:NoCompression", carries_parameters=True, horovod=True),
     "fp16": GradientFormat(
-        compressor=f"{_COMPRESSION}:Half", cost=lambda _, n, __: (2 * n, 3.0), carries_parameters=True, horovod=True
+        compressor=f"{_COMPRESSION}:Half",
+        cost=lambda _, n, __: (2 * n, 3.0),
+        effect="gradients in 16 bits",
+        carries_parameters=True,
+        horovod=True,
     ),
     "bf16": GradientFormat(
-        compressor=f"{_COMPRESSION}:Half", cost=lambda _, n, __: (2 * n, 3.0), carries_parameters=True
+        compressor=f"{_COMPRESSION}:Half",
+        cost=lambda _, n, __: (2 * n, 3.0),
+        effect="gradients in 16 bits",
+        carries_parameters=True,
     ),
     "int8": GradientFormat(
-        compressor="distrib.training.gradients.int8_blocks:Int8Blocks", cost=lambda _, n, __: (n, 4.0)
+        compressor="distrib.training.gradients.int8_blocks:Int8Blocks",
+        cost=lambda _, n, __: (n, 4.0),
+        effect="gradients in 8 bits, error fed back",
+        recommended="int8",
     ),
     "powersgd": GradientFormat(
         compressor="distrib.training.gradients.power_sgd:PowerSgd",
         argument="rank",
         cost=_power_sgd_cost,
+        effect="gradients of low rank, error fed back",
+        recommended="powersgd:4",
         whole_buckets=True,
     ),
     "topk": GradientFormat(
         compressor="distrib.training.gradients.top_k:TopK",
         argument="fraction",
         cost=lambda g, n, _: (8 * (g.fraction or 0.01) * n, 8.0),  # a value and its index
+        effect="only the largest gradients, error fed back",
+        recommended="topk:0.01",
         all_gather=True,
     ),
 }
-"""The gradient formats of `--gradients`. A new one needs a module with its `Compressor`, and an entry here."""
+"""The gradient formats of `--gradients`, the most exact first. A new one needs a module with its `Compressor`, and an entry here."""
 
 
 def format_names(among: Callable[[GradientFormat], bool] = lambda _: True) -> str:

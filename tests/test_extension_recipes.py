@@ -94,6 +94,15 @@ def test_gradient_compression(extended, tmp_path):
     options = ("--run-dir", "run", "-np", "2", "--gradients", "half_sum", "--all-reduce", "flat")
     run(tmp_path, environ, LAUNCH, *options, "train.py", "distrib.training.gradients.half_sum")
     assert printed(tmp_path / "run", 2) == ["-1.5\n"] * 2
+    forecast = (
+        "-H",
+        str(ROOT / "hostfiles/four-hosts-10gbe.txt"),
+        "--workload",
+        "BERT-large",
+        "--gradients",
+        "half_sum",
+    )
+    assert "efficiency" in run(tmp_path, environ, LAUNCH, "--dry-run", *forecast, "train.py")
 
 
 def test_probe_finding(extended, tmp_path):

@@ -17,7 +17,16 @@ from distrib.bandwidth_model.workload_catalog import scaled_workload
 from distrib.cluster.node import name_hosts, shown_hosts
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
-from distrib.strategy import INNER_STEPS, AllReduce, Gradients, Mode, Strategy, validate_strategy
+from distrib.strategy import (
+    FORMATS,
+    INNER_STEPS,
+    AllReduce,
+    Gradients,
+    Mode,
+    Strategy,
+    parse_gradients,
+    validate_strategy,
+)
 
 SAME_AS_SYNC = "same as synchronous SGD"
 
@@ -230,12 +239,10 @@ def _approximate(fabric: Fabric, workload: Workload, strategy: Strategy, fastest
 
 def _smaller_messages(strategy: Strategy, fastest: Strategy, half: Gradients) -> list[Strategy]:
     """List strategies with fewer bytes per message or fewer messages."""
-    formats = [half, Gradients("int8"), Gradients("powersgd", rank=4), Gradients("topk", fraction=0.01)]
-    own = strategy.gradients.format
-    if own in ("fp16", "bf16"):
-        formats = formats[1:]
-    elif own != "fp32":
-        formats = formats[[each.format for each in formats].index(own) + 1 :]
+    order = list(FORMATS)
+    coarser = order[order.index(strategy.gradients.format) + 1 :]
+    formats = [half] if strategy.gradients.exact else []
+    formats += [parse_gradients(FORMATS[name].recommended) for name in coarser if FORMATS[name].recommended]
     found = [msgspec.structs.replace(strategy, gradients=each) for each in formats]
     shortest = msgspec.structs.replace(fastest, gradients=half) if strategy.gradients.exact else fastest
     more = [count for count in (4, 16) if count > strategy.accumulate]
@@ -317,15 +324,8 @@ def convergence_effect(strategy: Strategy) -> str:
         effects.append(f"parameters averaged every {strategy.inner_steps or INNER_STEPS} steps")
     if strategy.accumulate > 1:
         effects.append(f"global batch x {strategy.accumulate}")
-    gradients = strategy.gradients
-    if gradients.format in ("fp16", "bf16"):
-        effects.append("gradients in 16 bits")
-    elif gradients.format == "int8":
-        effects.append("gradients in 8 bits, error fed back")
-    elif gradients.format == "powersgd":
-        effects.append(f"gradients of rank {gradients.rank}, error fed back")
-    elif gradients.format == "topk":
-        effects.append(f"{gradients.fraction:.2%} of the gradients, error fed back".replace(".00", ""))
+    if not strategy.gradients.exact:
+        effects.append(FORMATS[strategy.gradients.format].effect)
     return "; ".join(effects) or SAME_AS_SYNC
 
 

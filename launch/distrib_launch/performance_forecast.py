@@ -27,7 +27,7 @@ from distrib.bandwidth_model.scaling import fewer_cpus_notes, predict_limit, pre
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
-from distrib.strategy import INNER_STEPS, Strategy
+from distrib.strategy import FORMATS, INNER_STEPS, Strategy
 from distrib_launch.results import ForecastRecord
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def _options(advice: Recommendation, plan: LaunchPlan) -> tuple[str, ...]:
     return strategy_options(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
 
 
-_SEVERITY = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "async")
+_SEVERITY = (*FORMATS, "accumulate", "local", "async")
 """Changes of the arithmetic, mildest first."""
 
 
