@@ -255,6 +255,16 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def count_text(count: int, what: str) -> str:
+    """Format a number of things, such as `1 rank` or `8 ranks`.
+
+    Args:
+        count: The number.
+        what: Singular noun.
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _shown_prefixes() -> dict[str, int]:
     return {prefix: factor for prefix, factor in _DECIMAL.items() if prefix != "K"}
 

@@ -54,7 +54,7 @@ class JobParts:
         if self.status.is_read and world.size > 1:
             meter = Meter(
                 strategy.device, self.status.measured, lambda: strategy.waited_seconds, lambda: strategy.is_steady,
-                by_tcp=bool(self.elastic),
+                lambda: state.samples_per_step, by_tcp=bool(self.elastic),
             )  # fmt: skip
         self.preparer = Preparer(state, self.collectives, loaders, self.status, self.profiles, meter)
         self.shutdown = shutdown.JobShutdown(state, self.collectives, self.status, usage, divergence)

@@ -36,6 +36,11 @@ class TrainingState:
     """Steps of released optimizers."""
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples of this rank in a step; 0 if the script reads no prepared loader whose batches have a known size."""
+        return self.batch.own * self.accumulate if self.batch.all > self.batch.own > 1 else 0
+
+    @property
     def replicated_models(self) -> list[nn.Module]:
         """The models whose parameters are identical on all ranks after every step."""
         return self.models if self.strategy.averages_gradients else []

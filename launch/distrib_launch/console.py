@@ -138,6 +138,7 @@ class Console:
     Args:
         hosts: Host of each rank.
         quiet: True to show no output of ranks.
+        status_lines: True to show start, progress and end of the run.
         show_rank: Rank whose output is shown; None: all.
         dedup: True to merge equal lines of several ranks.
         streams: Replacements of standard output and error, as in a notebook.
@@ -148,12 +149,13 @@ class Console:
         hosts: list[str],
         *,
         quiet: bool = False,
+        status_lines: bool = False,
         show_rank: int | None = None,
         dedup: bool = True,
         streams: tuple[TextIO, TextIO] | None = None,
     ) -> None:
         self._hosts = hosts
-        self._quiet = quiet
+        self._quiet, self._status_lines = quiet, status_lines
         self._show_rank = show_rank
         self._line_limit_bytes = LINE_LIMIT_BYTES if show_rank is None else ALONE_LIMIT_BYTES
         self._folders = {1: Folder(), 2: Folder()} if dedup and len(hosts) > 1 and show_rank is None else {}
@@ -219,6 +221,15 @@ class Console:
         """
         self.tick(all_of_them=True)
         self._put(2, f"distrib-launch: {text}\n".encode(errors="replace"), own=True)
+
+    def status(self, text: str) -> None:
+        """Print a status line of the run, unless they are switched off.
+
+        Args:
+            text: The line.
+        """
+        if self._status_lines:
+            self.say(text)
 
     def tick(self, *, all_of_them: bool = False) -> None:
         """Show lines whose wait for deduplication is over, and from time to time a progress bar.

@@ -44,8 +44,8 @@ def write_report(plan: LaunchPlan, result: Result, run_dir: Path, started: float
     """
     parts = [
         f"<h1>{escape(Path(_script(plan)).name)}</h1>",
-        f'<p class="grey">{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))}, {_amount(result.world_size, "rank")} on '
-        f"{_amount(len(result.hosts), 'host')}, engine {escape(plan.engine)}, mode {escape(plan.mode)}</p>",
+        f'<p class="grey">{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))}, {units.count_text(result.world_size, "rank")} on '
+        f"{units.count_text(len(result.hosts), 'host')}, engine {escape(plan.engine)}, mode {escape(plan.mode)}</p>",
         f'<p><strong class="{result.status}">{result.status}</strong> after {result.seconds:.1f} s, exit code {result.exit_code}</p>',
         *_failure(result),
         *_attempts(result),
@@ -214,7 +214,3 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f"<table><tr>{cells('th', head)}</tr>{body}</table>"
-
-
-def _amount(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

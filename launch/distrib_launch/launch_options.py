@@ -84,6 +84,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Scaling efficiency, from 0 to 1, below which a warning is given."""
 
     quiet: bool = False
+    status_lines: bool = False
+    """Show start, progress and end of the run on standard error."""
     show_rank: int | None = None
     dedup: bool = True
     verbose: bool = False

@@ -139,7 +139,8 @@ class _ProbeLaunches:
             primary=options.transport, gpudirect=gpudirect,
         )  # fmt: skip
         wanted = msgspec.structs.replace(
-            options.launch, arguments=(msgspec.json.encode(spec).decode(),), run_dir=str(folder), bind="none", show_rank=0
+            options.launch, arguments=(msgspec.json.encode(spec).decode(),), run_dir=str(folder), bind="none", show_rank=0,
+        status_lines=False
         )  # fmt: skip
         if not gpudirect:  # of several values of a variable the last one counts
             off = f"{GPUDIRECT_VARIABLE}={GPUDIRECT_OFF_VALUES[0]}"

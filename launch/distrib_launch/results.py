@@ -43,6 +43,8 @@ class MeasuredPerformance(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: float
     """Step time of one rank alone, as profiled or else computing only, divided by the step time."""
     slowest_rank: int
+    samples_per_second: float | None = None
+    """Rate of all ranks; None if the batches are not known."""
     links: tuple[LinkUsage, ...] = ()
     prediction_error: float | None = None
     """Relative excess of the step time over the predicted one."""

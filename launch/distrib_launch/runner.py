@@ -26,6 +26,7 @@ from distrib_launch import (
     rank_environment,
     rsync,
     run_directory,
+    status_lines,
 )
 from distrib_launch.console import Console
 from distrib_launch.engines import kubernetes, srun
@@ -318,6 +319,7 @@ def launch(
     console = Console(
         [rank.host for rank in plan.ranks],
         quiet=options.quiet,
+        status_lines=options.status_lines,
         show_rank=options.show_rank,
         dedup=options.dedup,
         streams=streams,
@@ -339,6 +341,7 @@ def _launch(
 ) -> Result:
     from distrib_launch.supervisor.attempts import AttemptLoop  # a third of the imports; other commands only plan
 
+    console.status(status_lines.start_line(plan))
     replaced = run_directory.prepare_run_dir(run_dir)
     if replaced:
         console.say(f"note: {run_dir} held the logs and results of an earlier run: they are gone")
@@ -355,9 +358,10 @@ def _launch(
             hint="make room, or name another with --run-dir",
         ) from error
     except (DistribError, KeyboardInterrupt) as end:  # before the job runs; the supervisor handles later interrupts
-        # Programs that wait for result.json must find it.
+        result = _not_started(plan, end, time.time() - began)
         with contextlib.suppress(OSError):
-            run_directory.write_json(run_dir / run_directory.RESULT, _not_started(plan, end, time.time() - began))
+            run_directory.write_json(run_dir / run_directory.RESULT, result)  # programs may wait for it
+        console.status(status_lines.end_line(result, run_dir))
         raise
     plan, result = ended.plan, ended.result
     try:
@@ -373,8 +377,7 @@ def _launch(
         )
     if options.profile:
         profile_request.save(options, result, run_dir, console)
-    if result.status != "succeeded" or options.verbose:
-        console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
+    console.status(status_lines.end_line(result, run_dir))
     return result
 
 

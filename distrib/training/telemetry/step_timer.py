@@ -43,6 +43,7 @@ class Meter:
         report: Callable[[dict[str, Any]], None],
         waited: Callable[[], float | None] = lambda: None,
         steady: Callable[[], bool] = lambda: True,
+        samples: Callable[[], int] = lambda: 0,
         *,
         by_tcp: bool = False,
     ) -> None:
@@ -53,13 +54,14 @@ class Meter:
             report: Called after each window with medians in seconds and traffic in bytes, by name.
             waited: Returns the seconds waited so far; None if the rank waits only between backward and optimizer.
             steady: Returns False while step times are not typical. No window begins then.
+            samples: Returns this rank's samples in the present step; 0 if they are not known.
             by_tcp: True if all gradients travel over TCP. Otherwise, traffic is reported only if TCP carries all collectives.
         """
         self._is_counted = by_tcp or tcp_stats.are_all(device)
         self._clock = DeviceTimer(device)
         self._report = report
         self._waited = waited
-        self._steady = steady
+        self._steady, self._samples = steady, samples
         self._waits: list[float] = []  # seconds counted by the strategy, at the end of each step of a window
         self._since: tuple[int, float] | None = None  # steps and seconds waited at the start of the first window
         self._models: list[nn.Module] = []
@@ -176,6 +178,7 @@ class Meter:
             {
                 "steps": len(steps),
                 "step_seconds": step,
+                "samples": self._samples(),
                 "exposed_seconds": wait,
                 "compute_seconds": max(0.0, typical_seconds(computes, in_bursts=in_bursts)),
                 "sent_bytes_per_second": tcp_stats.rates(self._sent, sent),

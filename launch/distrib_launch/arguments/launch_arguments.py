@@ -126,7 +126,9 @@ def _add_output_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", action="store_true", help="print the plan, or the result, as JSON")
     group.add_argument("--run-dir", type=os.path.expanduser, metavar="DIR", help="write logs and results to DIR (default: "
                        "distrib-runs/<time>-<script>)")  # fmt: skip
-    group.add_argument("-q", "--quiet", action="store_true", help="do not show the output of ranks (the logs have it)")
+    group.add_argument(
+        "-q", "--quiet", action="store_true", help="show no output of ranks and no status lines (the logs have them)"
+    )
     group.add_argument("--show-rank", type=int, metavar="R", help="show the output of rank R only (default: all ranks)")
     accept_old_spelling(group, "--only-rank", "--show-rank")
     group.add_argument(
@@ -196,6 +198,7 @@ def launch_options(options: argparse.Namespace) -> LaunchOptions:
         profile=options.profile,
         warn_below=options.warn_below,
         quiet=options.quiet or options.json,
+        status_lines=not options.quiet and not options.json,
         show_rank=options.show_rank,
         dedup=options.dedup,
         verbose=options.verbose,

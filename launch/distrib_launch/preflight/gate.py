@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from distrib import units
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError
 from distrib_launch import engines
@@ -67,6 +68,7 @@ class PreflightGate:
         def query(hosts: Sequence[HostPlan]) -> preflight.HostReplies:
             return preflight.query_plan_hosts(plan, hosts, question, remote, self.sessions, self.console.say)
 
+        self.console.status(f"checking {units.count_text(len(plan.hosts), 'host')}")
         replies = query(plan.hosts)
         while True:
             report, replies = preflight.check_hosts(

@@ -24,6 +24,7 @@ from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_placement import HostPlan
 from distrib_launch.results import Attempt, Result
 from distrib_launch.rsync import sync
+from distrib_launch.status_lines import rank_count
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.fault_tolerance import ASYNC_HOST_SILENCE_SECONDS
 from distrib_launch.supervisor.rank_exit import RankExit
@@ -222,9 +223,10 @@ class AttemptLoop:
                     self._console.say(
                         f"network: {', '.join(f'{h.address} on {h.name}' for h in plan.hosts)} ({plan.network})"
                     )
-                self._console.say(f"starting {shlex.join(plan.command)}")
+                self._console.say(f"command: {shlex.join(plan.command)}")
             self._console.place([rank.host for rank in plan.ranks])
             run_directory.write_json(run_dir / "plan.json", without_secrets(plan))
+            self._console.status(f"starting {rank_count(plan)}")
             if last is None:
                 self._begun = time.monotonic()
             supervisor = Supervisor(

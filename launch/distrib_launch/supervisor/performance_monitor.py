@@ -41,6 +41,8 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     compute_seconds: float
     exposed_seconds: float
+    samples: float = 0.0
+    """Samples of this rank in a step, 0 if not known."""
     sent_bytes_per_second: dict[str, float] = {}
     sent_bytes_per_step: dict[str, float] = {}
 
@@ -97,6 +99,8 @@ class PerformanceMonitor:
         if self._last is None:
             return None
 
+        rates = [each.samples_per_second for each in self._rounds if each.samples_per_second]
+
         def median(field: str) -> float:
             return float(statistics.median(getattr(each, field) for each in self._rounds))
 
@@ -108,6 +112,7 @@ class PerformanceMonitor:
             compute_seconds=compute,
             exposed_seconds=max(0.0, step - compute),
             efficiency=median("efficiency"),
+            samples_per_second=statistics.median(rates) if rates else None,
             prediction_error=step / self._predicted_seconds - 1 if self._predicted_seconds else None,
         )
 
@@ -128,7 +133,9 @@ class PerformanceMonitor:
         )
         sent = self._between_hosts({rank: each.sent_bytes_per_second for rank, each in reports.items()})
         sizes = self._between_hosts({rank: each.sent_bytes_per_step for rank, each in reports.items()})
+        samples = [each.samples for each in reports.values()]
         return MeasuredPerformance(
+            samples_per_second=sum(samples) / step if step > 0 and all(samples) else None,
             steps=max(each.steps for each in reports.values()),
             step_seconds=step,
             compute_seconds=compute,

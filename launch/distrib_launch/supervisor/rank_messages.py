@@ -72,6 +72,8 @@ class RankMessages:
             self._on_exit_record(state, json.loads(payload))
 
     def _on_status(self, state: RankState, status: dict[str, Any], line: bytes) -> None:
+        if not any(other.step > 0 for other in self._job.ranks) and int(status.get("step", -1)) > 0:
+            self._job.console.status(f"first step after {time.time() - self._job.started:.1f} s")
         state.step = max(state.step, int(status.get("step", -1)))
         state.closing = state.closing or "closing" in status
         state.independent = state.independent or status.get("independent") is True
