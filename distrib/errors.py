@@ -89,3 +89,11 @@ class JobFailed(DistribError):
 
 class TrainingError(DistribError):
     """Misuse of the library inside a training script."""
+
+
+class FieldError(ValueError):
+    """An invalid field, raised while a struct is built; `field` is its path from that struct on."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(what)
+        self.field = field

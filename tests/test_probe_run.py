@@ -45,7 +45,7 @@ from distrib.probe.records import (
 )
 from distrib.probe.settings import DEFAULT, ProbeTimeouts
 from distrib.probe.stages import LINKS_DONE, SECOND_PASS
-from distrib_launch import launch_plan, results, run_directory, runner
+from distrib_launch import plan_builder, results, run_directory, runner
 from distrib_launch.cli import topo
 from distrib_launch.console import Console
 from distrib_launch.launch_options import LaunchOptions
@@ -834,7 +834,7 @@ def test_an_interrupted_probe_is_gone_on_with_aloud_and_its_records_go_to_rank_0
 
 
 def test_input_goes_to_the_ranks_that_want_it(tmp_path):
-    plan = launch_plan.build_plan(
+    plan = plan_builder.build_plan(
         LaunchOptions(script="x", directory="/", run_dir=str(tmp_path), engine="mpirun"),
         hostfile.parse_host_list("a:2,b:2"), None,
     )  # fmt: skip

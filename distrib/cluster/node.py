@@ -15,8 +15,7 @@ from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu
 from distrib.cluster.host_expression import parse_expression, split_list
 from distrib.cluster.hosts import MAX_HOSTS, Notes, SourcePlace
 from distrib.cluster.link_spec import LinkSpec, parse_bus_link, parse_network_kind, parse_network_link
-from distrib.cluster.yaml_loader import FieldError
-from distrib.errors import HostfileError
+from distrib.errors import FieldError, HostfileError
 
 MAX_GPUS = 4096
 

@@ -30,8 +30,8 @@ from distrib.cluster.link_spec import parse_uplink_rate
 from distrib.cluster.measurements import Measurements, Point
 from distrib.cluster.measurements_io import decode_measured, split_measured
 from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup, Numa, expand_hosts, name_hosts, validate_field
-from distrib.cluster.yaml_loader import Document, FieldError, convert_document, parse_yaml, read_topology_text
-from distrib.errors import TopologyError
+from distrib.cluster.yaml_loader import Document, convert_document, parse_yaml, read_topology_text
+from distrib.errors import FieldError, TopologyError
 
 __all__ = [
     "Gpus",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from distrib.errors import TopologyError
+from distrib.errors import FieldError, TopologyError
 from distrib.utils.files import UnreadableFileError
 from distrib.utils.files import read_text as read_text_file
 
@@ -32,14 +32,6 @@ _EXAMPLES = {"rate": "100Gb/s, 10 GbE or HDR", "uplink": "800Gb/s or 4 x HDR", "
              "nvlink": "NVLink3 x12", "pcie": "PCIe4 x16", "hosts": "gpu[01-16]"}  # fmt: skip
 _SEE_EXAMPLES = "see hostfiles/ for commented examples"
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class FieldError(ValueError):
-    """An invalid field, raised while a struct is built; `field` is its path from that struct on."""
-
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(what)
-        self.field = field
 
 
 class _Loader(_BASE):  # type: ignore[misc]  # with or without libyaml

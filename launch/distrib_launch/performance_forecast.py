@@ -28,11 +28,11 @@ from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
 from distrib.strategy import FORMATS, INNER_STEPS, Strategy
+from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import ForecastRecord
 
 if TYPE_CHECKING:
     from distrib_launch.launch_options import LaunchOptions
-    from distrib_launch.launch_plan import LaunchPlan
 
 MIN_GAIN = 0.02
 """Smallest gain in scaling efficiency for which another strategy is recommended; the model's error is of this size."""

@@ -9,14 +9,14 @@ import msgspec
 
 from distrib.cluster.host_expression import MAX_SLOTS
 from distrib.cluster.hostfile import Host, HostList
-from distrib.cluster.node import name_hosts
+from distrib.cluster.node import Gpus, name_hosts
 from distrib.cluster.slurm import SOURCE as SLURM
 from distrib.errors import ConfigError
 from distrib_launch import host_selection
 from distrib_launch.host_selection import HostFilter, SelectedHost
 
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
-    from distrib.cluster.topology import Gpus, Topology
+    from distrib.cluster.topology import Topology
 
 THIS_MACHINE = "this machine"
 """Source of the hosts in messages if the user named none."""
@@ -86,8 +86,6 @@ def place_workers(
     if host_list is None:
         if host_filter.is_empty:
             return _place_on_this_machine(wanted, local_gpus)
-        from distrib.cluster.topology import Gpus
-
         host_list = HostList(hosts=(Host(name="localhost", slots=local_gpus or None),), source=THIS_MACHINE, dialect="")
         known = {"localhost": Gpus(count=local_gpus)}
     else:

@@ -21,7 +21,7 @@ from distrib.utils import files, netif, signals
 from distrib_launch import (
     engines,
     html_report,
-    launch_plan,
+    plan_builder,
     profile_request,
     rank_environment,
     rsync,
@@ -31,7 +31,8 @@ from distrib_launch import (
 from distrib_launch.console import Console
 from distrib_launch.engines import kubernetes, srun
 from distrib_launch.launch_options import HOST_FILE_NAME, LaunchOptions
-from distrib_launch.launch_plan import LaunchPlan, LocalMachine
+from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.plan_builder import LocalMachine
 from distrib_launch.preflight import interface_selection
 from distrib_launch.rank_agent import affinity
 from distrib_launch.rank_environment import is_secret
@@ -96,7 +97,7 @@ def local_machine(environment: Mapping[str, str]) -> LocalMachine:
     Args:
         environment: Variables that the ranks get from the user.
     """
-    return launch_plan.LocalMachine(
+    return plan_builder.LocalMachine(
         names=netif.own_names(),
         gpus=affinity.count_gpus({**os.environ, **environment}),
         machine=affinity.read_machine(),
@@ -141,7 +142,7 @@ def plan_launch(
     if in_image:
         resolved = kubernetes.in_image(resolved, options.script, options.run_dir)
     local = local_machine(resolved.environment)
-    plan = launch_plan.build_plan(resolved, hosts, topology, local)
+    plan = plan_builder.build_plan(resolved, hosts, topology, local)
     plan = _add_forecast(plan, resolved, hosts, topology, local)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_notes(options, plan, hosts, topology)))
     if options.min_hosts and not before and not in_image:
@@ -264,7 +265,7 @@ def _add_forecast(
         forecast = performance_forecast.forecast(plan, resolved, topology)
         if forecast.strategy != plan.strategy:
             changed = msgspec.structs.replace(resolved, strategy=forecast.strategy)
-            plan = launch_plan.build_plan(changed, hosts, topology, local)
+            plan = plan_builder.build_plan(changed, hosts, topology, local)
         notes, record = (*plan.notes, *forecast.notes), forecast.record
     return msgspec.structs.replace(
         plan,

@@ -9,22 +9,30 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import msgspec
+
+from distrib.cluster.hosts import HostList
+from distrib.cluster.inventory import InventoryQuery
 from distrib.cluster.node import name_hosts
+from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
+from distrib.strategy import Strategy
 from distrib.utils import files
 from distrib.utils.log import PLAIN, get_logger
+from distrib_launch import engines, plan_builder, rank_environment
 from distrib_launch.arguments.options import add_connection_options, add_host_filter, add_hosts, host_filter
+from distrib_launch.console import tolerate_closed_pipe
+from distrib_launch.engines.ssh import write_ssh_config
 from distrib_launch.host_selection import HostFilter
-
-if TYPE_CHECKING:
-    from distrib.cluster.hosts import HostList
-    from distrib.cluster.inventory import InventoryQuery
-    from distrib.cluster.topology import Topology
-    from distrib_launch.launch_plan import LaunchPlan
-    from distrib_launch.preflight.host_sessions import HostSessions
-    from distrib_launch.preflight.preflight import HostReplies, PreflightReport
+from distrib_launch.launch_options import LaunchOptions
+from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.open_files import require_open_files
+from distrib_launch.preflight import interface_selection, preflight
+from distrib_launch.preflight.host_sessions import HostSessions
+from distrib_launch.preflight.preflight import HostReplies, PreflightReport
+from distrib_launch.runner import local_machine, read_hosts, read_topology_for, refuse_hostfile
 
 
 def add_options(check: argparse.ArgumentParser) -> None:
@@ -48,8 +56,6 @@ def engine_for(options: argparse.Namespace) -> str:
     Args:
         options: Parsed options.
     """
-    from distrib_launch import engines
-
     given = options.hosts is not None or options.ssh_command is not None
     return engines.default(given, os.environ)
 
@@ -85,18 +91,6 @@ def queried_hosts(
         ssh_command: Value of `--ssh-command`.
         engine: Engine of the job.
     """
-    # Not at the top: `distrib-topo plan` and `show` of a file need none of these.
-    import msgspec
-
-    from distrib.strategy import Strategy
-    from distrib_launch import engines, launch_plan, rank_environment
-    from distrib_launch.engines.ssh import write_ssh_config
-    from distrib_launch.launch_options import LaunchOptions
-    from distrib_launch.open_files import require_open_files
-    from distrib_launch.preflight import preflight
-    from distrib_launch.preflight.host_sessions import HostSessions
-    from distrib_launch.runner import local_machine
-
     # Hosts with role=server need no GPU; only a plan in mode async takes the role into account.
     has_servers = hosts is not None and {host.role for host in hosts.hosts} > {"server"}
     environment = rank_environment.forwarded_variables(os.environ, [])
@@ -111,7 +105,7 @@ def queried_hosts(
             host_filter=host_filter,
             strategy=Strategy(mode="async") if has_servers else Strategy(),
         )
-        plan = launch_plan.build_plan(options, hosts, topology, local_machine(environment))
+        plan = plan_builder.build_plan(options, hosts, topology, local_machine(environment))
         write_ssh_config(Path(folder), plan)
         question = preflight.question_of(plan)
         if script is None:
@@ -136,13 +130,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         DistribError: Options or files are not valid.
     """
-    # Not at the top: `distrib-topo plan` and `show` of a file need none of these.
-    import msgspec
-
-    from distrib_launch.console import tolerate_closed_pipe
-    from distrib_launch.preflight import interface_selection, preflight
-    from distrib_launch.runner import read_hosts, read_topology_for, refuse_hostfile
-
     script = files.absolute_path(options.script) if options.script else None
     if script and not files.is_file(script):
         raise ConfigError(f"{options.script}: no such script", hint="give a path from here; hosts are named with -H")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from itertools import groupby
 
 import msgspec
 
+from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import files, signals
 from distrib_launch import run_directory
@@ -17,9 +19,7 @@ from distrib_launch.arguments.completion import complete_words
 from distrib_launch.arguments.config_file import parse_with_config
 from distrib_launch.arguments.launch_arguments import launch_options, parser
 from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
-
-if TYPE_CHECKING:
-    from distrib_launch.launch_plan import LaunchPlan, RankPlan
+from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
 
 MAX_HOST_LINES = 3
 """Largest number of equal hosts that the plan shows with a line each; more of them share one line."""
@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
             _show_plan(plan, as_json=arguments.json)
         return 0
     if options.engine == "kubernetes":
-        from distrib_launch.cli import manifest
+        from distrib_launch.cli import manifest  # loads the YAML writer
 
         return manifest.write(options, arguments)
     with run_directory.claimed_run_dir(options.run_dir, options.script) as run_dir:
@@ -88,8 +88,6 @@ def _print_json(value: object) -> None:
 
 def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     if as_json:
-        from distrib_launch.launch_plan import without_secrets
-
         print(msgspec.json.encode(without_secrets(plan)).decode())
         return
     servers = len(plan.ranks) - plan.world_size
@@ -103,8 +101,6 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
         print(f"note: {note}")
     if plan.forecast and plan.forecast.warning:
         print(f"warning: {plan.forecast.warning}")
-    import shlex
-
     print(f"each rank runs: {shlex.join(plan.script)}")
     print(f"in: {plan.directory}")
     print(f"run directory: {plan.run_dir}")
@@ -117,10 +113,6 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
 
 def _host_lines(plan: LaunchPlan) -> Iterator[str]:
     """Yield a line for each host with its workers and servers; consecutive equal hosts share one."""
-    from itertools import groupby
-
-    from distrib.cluster.node import name_hosts
-
     first = 0
     told: list[tuple[str, int, int, str]] = []  # host, its workers, their first rank, description
     for host in plan.hosts:

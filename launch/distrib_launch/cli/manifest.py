@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 
+import yaml
+
 from distrib.errors import ConfigError
 from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import rank_environment, runner
@@ -76,8 +78,6 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
     )
     text = json.dumps(document, indent=2)
     if not arguments.json:
-        import yaml  # needed only here
-
         text = yaml.safe_dump(json.loads(text), sort_keys=False)  # a tree without shared nodes, so no YAML anchors
     for note in (*plan.notes, *kubernetes.notes_on_pods(plan, environment, pods.resources)):
         log.info("%s", note)

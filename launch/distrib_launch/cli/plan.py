@@ -5,8 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 
+import msgspec
+
+from distrib.bandwidth_model import planner, scaling_plot
 from distrib.cluster.hosts import MAX_HOSTS
+from distrib.utils import plotting
 from distrib_launch.arguments.options import add_host_filter, add_hosts, fraction, host_filter, integer
+from distrib_launch.cli import plan_report, plan_request
+from distrib_launch.console import tolerate_closed_pipe
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:
@@ -50,11 +56,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         DistribError: Options or files are not valid, or the prediction is not possible.
     """
-    from distrib.bandwidth_model import planner, scaling_plot
-    from distrib.utils import plotting
-    from distrib_launch.cli import plan_report, plan_request
-    from distrib_launch.console import tolerate_closed_pipe
-
     for path in options.plot:
         plotting.check_plot_path(path)
     request = plan_request.build_plan_request(options, host_filter(options))
@@ -62,8 +63,6 @@ def run(options: argparse.Namespace) -> int:
     for path in options.plot:
         scaling_plot.draw_plan(path, request, plan)
     if options.json:
-        import msgspec
-
         with tolerate_closed_pipe():
             print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
         return 0

@@ -9,11 +9,18 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
+from distrib.cluster.hosts import HostList
+from distrib.cluster.inventory import Gpu, Inventory
+from distrib.cluster.measurements_writer import check_writable
 from distrib.cluster.node import name_hosts
+from distrib.cluster.topology import Topology, parse_topology
+from distrib.cluster.topology_draft import draft_groups, topology_yaml
 from distrib.errors import ConfigError, PreflightError, TopologyError
 from distrib.units import format_size
 from distrib.utils import files, plotting
@@ -21,15 +28,13 @@ from distrib.utils.log import get_logger
 from distrib.utils.ranges import ranges
 from distrib_launch.arguments.options import add_hosts, add_ssh
 from distrib_launch.cli import check
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from distrib.cluster.hosts import HostList
-    from distrib.cluster.inventory import Gpu, Inventory
-    from distrib.cluster.topology import Topology
-    from distrib_launch.preflight.check_result import CheckResult
-    from distrib_launch.topology_view.model import View
+from distrib_launch.console import tolerate_closed_pipe
+from distrib_launch.preflight.check_result import CheckResult
+from distrib_launch.preflight.gpu_health import unhealthy_gpus
+from distrib_launch.runner import read_hosts, read_topology_for
+from distrib_launch.topology_view.diagram import plot
+from distrib_launch.topology_view.model import View, view_of
+from distrib_launch.topology_view.tree import tree_text
 
 SOURCE = "as the hosts report"
 """Source of a topology that is made of the hosts' replies."""
@@ -85,10 +90,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         DistribError: Options or files are not valid.
     """
-    from distrib_launch.console import tolerate_closed_pipe
-    from distrib_launch.runner import read_hosts, read_topology_for
-    from distrib_launch.topology_view.model import view_of
-
     for path in options.plot:  # before -o writes its file, which the corrected command would refuse to replace
         plotting.check_plot_path(path)
     hosts = read_hosts(options.hosts)
@@ -108,8 +109,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         view = view_of(hosts, topology)
     for path in options.plot:
-        from distrib_launch.topology_view.diagram import plot
-
         plot(view, path)
     with tolerate_closed_pipe():
         if options.json:
@@ -138,10 +137,6 @@ def query_topology(
     Raises:
         PreflightError: No host replied.
     """
-    # Not at the top: `show` of a file needs none of these.
-    from distrib.cluster.topology import parse_topology
-    from distrib.cluster.topology_draft import draft_groups, topology_yaml
-
     with check.queried_hosts(hosts, topology, ssh_command=ssh_command, engine=engine) as queried:
         replies = queried.replies.by_host
     inventories = {host: reply.inventory for host, reply in replies.items() if reply.inventory}
@@ -153,8 +148,6 @@ def query_topology(
 
 
 def _check_new_file(path: str) -> None:
-    from distrib.cluster.measurements_writer import check_writable
-
     check_writable(path)
     if files.exists(path):
         raise TopologyError(
@@ -174,14 +167,10 @@ def _write_new_file(path: str, text: str) -> None:
 
 
 def _print_view(view: View, drawn: Sequence[str], queried: QueriedTopology | None, written: str | None) -> None:
-    from distrib_launch.topology_view.tree import tree_text
-
     terminal = sys.stdout.isatty()
     colour = terminal and "NO_COLOR" not in os.environ
     _print(tree_text(view, colour=colour, width=shutil.get_terminal_size().columns if terminal else None))
     if queried:
-        from rich.console import Console
-
         if table := gpu_table(queried.inventories):
             Console(width=None if terminal else 160, highlight=False, no_color=not colour).print(table)
         for line in gpu_warnings(queried.inventories):
@@ -200,8 +189,6 @@ def gpu_warnings(inventories: Mapping[str, Inventory]) -> list[str]:
     Args:
         inventories: Inventories by host.
     """
-    from distrib_launch.preflight.gpu_health import unhealthy_gpus
-
     found = unhealthy_gpus({host: facts.gpus for host, facts in inventories.items()})
     return [f"{result.host}: {result.reason}; {result.fix}" for result in found]
 
@@ -212,8 +199,6 @@ def gpu_table(inventories: Mapping[str, Inventory]) -> Table | None:
     Args:
         inventories: Inventories by host.
     """
-    from rich.table import Table
-
     rows: dict[tuple[str, ...], dict[str, list[Gpu]]] = {}
     for host, facts in inventories.items():
         for gpu in facts.gpus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
@@ -43,6 +44,4 @@ def default(hosts_given: bool, environ: Mapping[str, str]) -> str:
         hosts_given: The user named hosts.
         environ: Environment of the launcher.
     """
-    from distrib_launch.engines import srun
-
-    return "srun" if not hosts_given and srun.in_allocation(environ) and srun.find_srun() else "mpirun"
+    return "srun" if not hosts_given and "SLURM_JOB_ID" in environ and shutil.which("srun") else "mpirun"

@@ -125,8 +125,7 @@ def table_text(
         transport: Program that reached the hosts.
         colour: Use colours of terminals.
     """
-    from rich.console import Console
-    from rich.table import Table
+    from rich import console, table  # not at the top: 20 ms, and most launches show no table
 
     names = (transport, *CHECKS)
     status: dict[str, dict[str, Status]] = {host: {} for host in hosts}
@@ -136,14 +135,14 @@ def table_text(
     rows: dict[tuple[str, ...], list[str]] = {}
     for host in hosts:
         rows.setdefault(tuple(status[host][name] for name in names), []).append(host)
-    table = Table(box=None, pad_edge=False, header_style="bold" if colour else "")
-    table.add_column("host", no_wrap=True)
+    grid = table.Table(box=None, pad_edge=False, header_style="bold" if colour else "")
+    grid.add_column("host", no_wrap=True)
     for name in names:
-        table.add_column(name.replace(" ", "\n"), justify="center", no_wrap=True)
+        grid.add_column(name.replace(" ", "\n"), justify="center", no_wrap=True)
     for cells, members in rows.items():
         folded = ",".join(members) if len(members) < 3 else fold_hosts(members)
-        table.add_row(folded, *(CELL_TEXT[cell] for cell in cells))
+        grid.add_row(folded, *(CELL_TEXT[cell] for cell in cells))
     out = io.StringIO()
-    console = Console(file=out, width=400, force_terminal=colour, color_system="standard" if colour else None)
-    console.print(table)
+    system: Literal["standard"] | None = "standard" if colour else None
+    console.Console(file=out, width=400, force_terminal=colour, color_system=system).print(grid)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
 
 from distrib.cluster.hardware_catalog import gpu_hint
 from distrib.units import format_duration, format_size, rate_text
 from distrib.utils.ranges import ranges
-
-if TYPE_CHECKING:
-    from rich.text import Text
-    from rich.tree import Tree
-
-    from distrib_launch.topology_view.model import GroupView, LinkView, NicView, SwitchView, View
+from distrib_launch.topology_view.model import GroupView, LinkView, NicView, SwitchView, View
 
 
 def tree_text(view: View, *, colour: bool, width: int | None) -> str:
@@ -24,8 +22,6 @@ def tree_text(view: View, *, colour: bool, width: int | None) -> str:
         colour: True to use the colours of terminals.
         width: Width in columns; None: long lines are not wrapped.
     """
-    from rich.console import Console
-
     out = io.StringIO()
     console = Console(
         file=out, width=width or 1000, force_terminal=colour, color_system="standard" if colour else None, highlight=False,
@@ -36,8 +32,6 @@ def tree_text(view: View, *, colour: bool, width: int | None) -> str:
 
 
 def _tree(view: View) -> Tree:
-    from rich.tree import Tree
-
     counts = f"{view.hosts} host{_s(view.hosts)}" + (f", {view.gpus} GPU{_s(view.gpus)}" if view.gpus else "")
     source = " and ".join(name for name in (view.hostfile, view.topology) if name)
     title = _text((f"{view.name}: " if view.name else "", "bold"), (counts, "bold"), (f"  ({source})", "dim"))
@@ -171,6 +165,4 @@ def _s(count: int) -> str:
 
 def _text(*pieces: tuple[str, str]) -> Text:
     """Join pieces of text with their styles, without markup: a host's name may be `n[1]`."""
-    from rich.text import Text
-
     return Text.assemble(*(piece for piece in pieces if piece[0]))

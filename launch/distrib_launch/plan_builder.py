@@ -1,0 +1,172 @@
+"""Decisions about a launch, each made here, once; the engines carry them out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from distrib.cluster.hostfile import HostList
+from distrib.errors import ConfigError
+from distrib.strategy import Strategy
+from distrib.utils.ranges import ranges
+from distrib_launch import engines, host_selection, rank_environment, rank_placement
+from distrib_launch.engines import ssh
+from distrib_launch.launch_options import LaunchOptions
+from distrib_launch.launch_plan import LaunchPlan, RankPlan
+from distrib_launch.rank_agent import affinity
+from distrib_launch.rank_placement import HostPlan
+
+if TYPE_CHECKING:  # loading them takes a tenth of a short launch
+    from distrib.cluster.topology import Topology
+
+
+class LocalMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine that plans: its names in host lists, its number of GPUs and its cores."""
+
+    names: frozenset[str] = frozenset({"localhost"})
+    gpus: int = 0
+    machine: affinity.HostResources | None = None
+
+
+def build_plan(
+    options: LaunchOptions,
+    host_list: HostList | None,
+    topology: Topology | None,
+    local: LocalMachine = LocalMachine(),  # noqa: B008 (it is frozen)
+) -> LaunchPlan:
+    """Decide everything about a launch.
+
+    Args:
+        options: LaunchOptions with `engine`, `environment` and `run_dir` filled in.
+        host_list: Hosts of the user; None: this machine.
+        topology: Description of the hosts.
+        local: This machine.
+
+    Raises:
+        ConfigError: The options cannot be met by the hosts.
+    """
+    strategy = options.strategy
+    visible = options.environment.get("CUDA_VISIBLE_DEVICES")
+    cpu_only = visible is not None and not affinity.listed_gpus(visible)
+    synchronous = strategy.mode == "sync" and not strategy.balance and not cpu_only
+    has_servers = strategy.mode == "async"
+    host_list, dedicated = rank_placement.split_server_hosts(host_list) if has_servers else (host_list, ())
+    host_filter = msgspec.structs.replace(options.host_filter, server_hosts=tuple(host.name for host in dedicated))
+    placement = rank_placement.place_workers(
+        host_list, topology, options.ranks, local.gpus, host_filter, synchronous=synchronous
+    )
+    hosts, notes = placement.hosts, placement.notes
+    if has_servers:
+        dedicated = host_selection.select_server_hosts(dedicated, host_filter)
+        hosts = rank_placement.place_servers(hosts, dedicated, placement.idle, strategy.servers)
+        rank_placement.check_replicas(hosts, strategy.replicas)
+    else:
+        notes += rank_placement.notes_on_ignored_roles(host_list, hosts)
+    gpus = dict.fromkeys(placement.gpus, 0) if cpu_only else placement.gpus
+    workers = _workers(hosts, gpus, local, options)
+    ranks = (*workers, *_servers(hosts, len(workers), options))
+    notes += _notes_on_ineffective_options(
+        strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks})
+    )
+    ssh_command, ssh_config = ssh.ssh_words(options.ssh_command, options.run_dir, hosts, options.job)
+    plan = LaunchPlan(
+        job=options.job,
+        run=options.run or options.job,
+        restarts=options.restarts,
+        world_size=len(workers),
+        engine=options.engine,
+        command=(),
+        script=(options.interpreter, *(["-m"] if options.module else []), options.script, *options.arguments),
+        directory=options.directory,
+        run_dir=options.run_dir,
+        mode=strategy.mode,
+        strategy=strategy,
+        hosts=hosts,
+        ranks=ranks,
+        notes=notes,
+        bind=options.bind,
+        sync=options.sync,
+        ssh=tuple(ssh_command),
+        ssh_config=ssh_config,
+    )
+    engine = engines.get(options.engine)
+    plan = msgspec.structs.replace(plan, command=engine.command(plan, options))
+    return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
+
+
+def _notes_on_ineffective_options(strategy: Strategy, devices: Collection[str], hosts: int) -> tuple[str, ...]:
+    gpus = any(device.startswith("cuda") for device in devices)
+    if strategy.all_reduce != "auto" and gpus:
+        return (f"--all-reduce {strategy.all_reduce} is for CPU hosts: between GPUs NCCL chooses the algorithm",)
+    compresses_inside = strategy.backend != "torch" or strategy.all_reduce == "flat"
+    if strategy.mode == "sync" and not compresses_inside and not strategy.gradients.exact and hosts == 1 and not gpus:
+        return (
+            f"--gradients {strategy.gradients} changes nothing on one CPU host: only traffic between hosts is compressed",
+        )
+    return ()
+
+
+def _workers(
+    hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], local: LocalMachine, options: LaunchOptions
+) -> list[RankPlan]:
+    """Plan the ranks that run the script. Raises ConfigError if a host has fewer GPUs than slots."""
+    found: list[RankPlan] = []
+    for group, host in enumerate(hosts):
+        count = gpus[host.name] if host.workers else 0
+        if count and host.workers > count:
+            raise ConfigError(
+                f"{host.name}: {host.workers} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
+            )
+        shares = _shares(host, count, local, options)
+        for local_rank in range(host.workers):
+            found.append(
+                RankPlan(
+                    rank=len(found),
+                    host=host.name,
+                    local_rank=local_rank,
+                    role="worker",
+                    device="auto" if count is None else f"cuda:{local_rank}" if count else "cpu",
+                    environment=rank_environment.planned(
+                        options, hosts, group=group, local_rank=local_rank, rank=len(found)
+                    ),
+                    cpus=ranges(shares[local_rank].cpus) if shares else None,
+                    threads=shares[local_rank].threads if shares else None,
+                )
+            )
+    return found
+
+
+def _servers(hosts: Sequence[HostPlan], first: int, options: LaunchOptions) -> list[RankPlan]:
+    """Plan the parameter servers, numbered after the workers."""
+    found: list[RankPlan] = []
+    for group, host in enumerate(hosts):
+        for local_rank in range(host.workers, host.ranks):
+            server = len(found)
+            environment = rank_environment.planned(
+                options, hosts, group=group, local_rank=local_rank, rank=first + server, server=server
+            )
+            found.append(
+                RankPlan(
+                    rank=first + server, host=host.name, local_rank=local_rank, role="server", device="cpu",
+                    environment=environment, cpus="", threads=1,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _shares(host: HostPlan, count: int | None, local: LocalMachine, options: LaunchOptions) -> list[affinity.Share]:
+    """Predict the CPUs that the rank agents on this machine will choose; empty for other hosts."""
+    if host.name not in local.names or local.machine is None:
+        return []
+    environ = dict(options.environment)
+    gpus = local.gpus if count is None else count
+    if host.chosen is not None and gpus and max(host.chosen) < local.gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = affinity.take_gpus(environ, host.chosen, local.gpus)
+    threads = environ.get("OMP_NUM_THREADS", "")
+    found = []
+    for local_rank in range(host.workers):
+        share = affinity.share_of(local.machine, local_rank, host.workers, environ, options.bind, on_gpus=bool(gpus))
+        found.append(share._replace(threads=int(threads)) if threads.isdigit() else share)
+    return found
