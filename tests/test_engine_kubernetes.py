@@ -158,8 +158,8 @@ def test_workers_are_given_what_they_need_besides_gpus(manifest):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "note: no RDMA resource is asked for: between pods NCCL goes over TCP (--pod-resource NAME=N"),
-        (["--pod-resource", "rdma/a=1"], "note: memory is locked for RDMA by a user who is not root"),
+        ([], "note: no RDMA resource is requested"),
+        (["--pod-resource", "rdma/a=1"], "note: RDMA needs locked memory"),
         (["-x", "CUDA_VISIBLE_DEVICES="], ""),
         (["--pod-resource", "rdma=1"], "'rdma=1' is not a valid resource; write such as rdma/hca_shared_devices_a=1"),
     ],
@@ -198,10 +198,10 @@ def test_it_is_written_to_a_file_and_as_json(launch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([*IMAGE, "-H", "a:8,b:4", SCRIPT], "b has 4 rank(s), a has 8, but an MPIJob gives every worker the same"),
+        ([*IMAGE, "-H", "a:8,b:4", SCRIPT], "b has 4 rank(s), a has 8, but an MPIJob has equal workers"),
         ([*IMAGE, "-H", "a:8,b:8", "-np", "12", SCRIPT], "b has 4 rank(s), a has 8"),
         ([*IMAGE, "-H", "a:8", "--include", "a:0,2", SCRIPT], "GPUs 0, 2 of a were chosen"),
-        ([*IMAGE, SCRIPT], "how many workers?"),
+        ([*IMAGE, SCRIPT], "the number of workers is unknown"),
         (
             [*IMAGE, "-H", "a:8,b:8", "-np", "8", "--mode", "async", "--servers", "1", SCRIPT],
             "b would run parameter servers",
@@ -304,17 +304,17 @@ def test_the_image_has_what_the_manifest_relies_on(manifest):
     assert f"useradd --uid {user} " in DOCKERFILE
     assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1] == str(user)
     assert re.findall(r"^WORKDIR (.*)$", DOCKERFILE, re.MULTILINE)[-1] == container(job, "Worker")["workingDir"]
-    assert re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE) == [str(kubernetes.SSH_PORT)]
+    assert re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE) == [str(kubernetes.IMAGE.ssh_port)]
     (command,) = re.findall(r"^CMD (.*)$", DOCKERFILE, re.MULTILINE)
     assert json.loads(command) == container(job, "Worker")["command"]
     config = container(job, "Worker")["command"][-1]
-    assert config == f"{kubernetes.HOME}/sshd/config"
+    assert config == f"{kubernetes.IMAGE.home}/sshd/config"
     server, client = written_by_dockerfile("sshd/config"), written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf")
     for text in (server, client):
-        assert f"Port {kubernetes.SSH_PORT}\n" in text
+        assert f"Port {kubernetes.IMAGE.ssh_port}\n" in text
         assert f"{job['spec']['sshAuthMountPath']}/id_rsa" in text
-    assert f"AuthorizedKeysFile {kubernetes.SSH_FOLDER}/authorized_keys\n" in server
-    assert kubernetes.INTERPRETER == "/opt/distrib/bin/python3"
+    assert f"AuthorizedKeysFile {kubernetes.IMAGE.ssh_folder}/authorized_keys\n" in server
+    assert kubernetes.IMAGE.interpreter == "/opt/distrib/bin/python3"
     assert "python3 -m venv /opt/distrib" in DOCKERFILE
     assert "SetEnv PATH=/opt/distrib/bin:" in server
     assert "NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility" in DOCKERFILE
@@ -326,7 +326,7 @@ def test_ssh_between_pods_as_the_image_sets_it_up(tmp_path):
     for name, text in (
         ("config", written_by_dockerfile("sshd/config")),
         ("client", written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf")),
-        ("passwd", f"{Path('/etc/passwd').read_text()}trainer:x:{kubernetes.USER_ID}:{kubernetes.USER_ID}::/home/trainer:/bin/sh\n"),
+        ("passwd", f"{Path('/etc/passwd').read_text()}trainer:x:{kubernetes.IMAGE.user_id}:{kubernetes.IMAGE.user_id}::/home/trainer:/bin/sh\n"),
     ):  # fmt: skip
         (tmp_path / name).write_text(text)
     for name in ("job", "other"):  # the operator's key: ECDSA, named id_rsa, owned by root, readable by all
@@ -344,11 +344,11 @@ mount -t tmpfs tmpfs /home
 mkdir -p /home/trainer/.ssh /home/trainer/sshd
 cp -r job other client /home
 cp config /home/trainer/sshd
-chown -R {kubernetes.USER_ID}:{kubernetes.USER_ID} /home/trainer
+chown -R {kubernetes.IMAGE.user_id}:{kubernetes.IMAGE.user_id} /home/trainer
 mount --bind /home/job /home/trainer/.ssh
 export HOME=/home/trainer
-pod="setpriv --reuid {kubernetes.USER_ID} --regid {kubernetes.USER_ID} --clear-groups --no-new-privs --bounding-set=-all"
-$pod {" ".join(kubernetes.SSHD)} 2> sshd.log &
+pod="setpriv --reuid {kubernetes.IMAGE.user_id} --regid {kubernetes.IMAGE.user_id} --clear-groups --no-new-privs --bounding-set=-all"
+$pod {" ".join(kubernetes.IMAGE.sshd)} 2> sshd.log &
 server=$!
 for _ in $(seq 100); do grep -q listening sshd.log && break; sleep 0.05; done
 ssh="$pod ssh -F /home/client -o BatchMode=yes 127.0.0.1"
@@ -362,9 +362,11 @@ wait $server || true
     said = (tmp_path / "said").read_text().splitlines()
     words = (tmp_path / "words").read_text() + (tmp_path / "sshd.log").read_text()
     user, path, libraries = said
-    assert (user, path.split(":")[0], path.split(":")[-1]) == (str(kubernetes.USER_ID), "/opt/distrib/bin", "/bin"), (
-        words
-    )
+    assert (user, path.split(":")[0], path.split(":")[-1]) == (
+        str(kubernetes.IMAGE.user_id),
+        "/opt/distrib/bin",
+        "/bin",
+    ), words
     assert {"/usr/local/nvidia/bin", "/usr/local/cuda/bin"} <= set(path.split(":"))
     assert libraries == "/usr/local/nvidia/lib:/usr/local/nvidia/lib64"
     # A client with the keys of another job rejects this host.

@@ -182,8 +182,7 @@ class TestInAnAllocation:
             cpus = len(os.sched_getaffinity(0))
             few = cpus < 3 == hosts.count("n1")
             assert [line for line in out.splitlines() if "Slurm gave" in line] == [
-                f"distrib-launch: warning: n1: cores: Slurm gave {cpus} processors for 3 ranks; ask for more with --cpus-per-task=N or --exclusive, "
-                "for sbatch or salloc"
+                f"distrib-launch: warning: n1: cores: Slurm gave {cpus} CPUs for 3 ranks; request more with --cpus-per-task=N or --exclusive of sbatch or salloc"
             ] * few, (allocation, out)
             nothing_left(cluster)
 
@@ -316,7 +315,7 @@ class TestInAnAllocation:
         told = wait_for(lambda: ended(cluster, job), 60)
         out = (tmp_path / "output").read_text()
         assert told == "0" and result_in(tmp_path)["status"] == "succeeded", out
-        assert "unless it was asked for with --no-kill" in out and "rank 1 on n2 is gone" in out
+        assert "requested with --no-kill" in out and "rank 1 on n2 is gone" in out
         nothing_left(cluster)
 
     def test_the_rank_is_named_for_which_slurm_killed_all(self, make_slurm, launch):
@@ -550,7 +549,7 @@ def test_gpus_are_asked_for_where_slurm_knows_of_any(launch, tmp_path, knows, wo
     run = launch("--engine", "srun", "-H", "a:3,b:1", *words, "--dry-run", JOB, env=env)
     assert run.code == 0, run
     assert re.findall(r"--gres=gpu:(\d+) ", run.out) == ([str(gpus)] if gpus else [])
-    assert (f"Slurm is asked for {gpus} GPU(s) on each host" in run.out) == bool(gpus)
+    assert (f"{gpus} GPU(s) are requested on each host" in run.out) == bool(gpus)
     assert (
         "--gres"
         not in launch("--engine", "srun", "-H", "a:3,b:1", "--dry-run", JOB, env={**env, "SLURM_GPUS": "4"}).out

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -23,28 +23,25 @@ if TYPE_CHECKING:
     from distrib_launch.launch_options import LaunchOptions, PodOptions
     from distrib_launch.launch_plan import LaunchPlan
 
-# Properties of the image; a test compares them with the Dockerfile.
-USER_ID = 2000
-HOME = "/home/trainer"
-INTERPRETER = "/opt/distrib/bin/python3"
-SSH_FOLDER = f"{HOME}/.ssh"
-SSHD = ("/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/sshd/config")
-SSH_PORT = 2222
+
+class ImageProperties(NamedTuple):
+    """Properties of the image; a test compares them with the Dockerfile."""
+
+    user_id: int = 2000
+    home: str = "/home/trainer"
+    interpreter: str = "/opt/distrib/bin/python3"
+    ssh_folder: str = "/home/trainer/.ssh"
+    sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-D", "-e", "-f", "/home/trainer/sshd/config")
+    ssh_port: int = 2222
+
+
+IMAGE = ImageProperties()
 
 HOSTFILE = "/etc/mpi/hostfile"
 """Path at which the operator mounts the hostfile."""
 
 SECRET = "distrib-secrets"
 """Name of the Secret with the values that must not be in a manifest, such as tokens."""
-
-KEEP_SECONDS = 24 * 3600
-"""Time after which Kubernetes deletes a finished job and the launcher's log."""
-
-AFTER_GRACE_SECONDS = 55
-"""Time beyond the grace time in which the launcher ends its ranks and writes the result."""
-
-NAME_LIMIT = 40
-"""Longest job name in characters: Kubernetes allows 63 for a pod, which adds `-worker-<number>` or `-launcher-<random>`."""
 
 
 def refuse_pod_options(pods: PodOptions) -> None:
@@ -61,7 +58,7 @@ def refuse_pod_options(pods: PodOptions) -> None:
     }
     for flag, value in given.items():
         if value:
-            raise ConfigError(f"{flag} is for pods", hint=f"add --engine kubernetes, or leave out {flag}")
+            raise ConfigError(f"{flag} applies to pods only", hint=f"add --engine kubernetes, or leave out {flag}")
 
 
 def ignored_options(options: LaunchOptions) -> list[str]:
@@ -90,38 +87,30 @@ def in_image(options: LaunchOptions, script: str, run_dir: str) -> LaunchOptions
     return msgspec.structs.replace(
         options,
         script=script,
-        interpreter=INTERPRETER,
-        directory=HOME,
-        run_dir=str(PurePosixPath(HOME, run_dir or "distrib-runs")),
+        interpreter=IMAGE.interpreter,
+        directory=IMAGE.home,
+        run_dir=str(PurePosixPath(IMAGE.home, run_dir or "distrib-runs")),
         mpirun=None,
         ssh_command=None,
         sync=None,
     )
 
 
-def slots_per_worker(plan: LaunchPlan) -> int:
+def _slots_per_worker(plan: LaunchPlan) -> int:
     """Return the number of workers per host, which must be equal: an MPIJob has a single `slotsPerWorker`.
 
-    Parameter servers do not count; the launcher inside the cluster starts them beside the workers.
-
-    Args:
-        plan: Plan of the job.
-
-    Raises:
-        ConfigError: Hosts differ in their number of workers, have none, or have chosen GPUs.
-    """
+    Parameter servers do not count; the launcher inside the cluster starts them beside the workers."""
     slots = plan.hosts[0].workers
     for host in plan.hosts:
         if not host.workers:
             raise ConfigError(
-                f"--engine kubernetes: {host.name} would run parameter servers alone, but an MPIJob has no such workers",
+                f"--engine kubernetes: {host.name} would run parameter servers only, which an MPIJob cannot express",
                 hint="leave out role=server and idle hosts: the servers then run beside the workers",
             )
         if host.workers != slots:
             raise ConfigError(
-                f"--engine kubernetes: {host.name} has {host.workers} rank(s), {plan.hosts[0].name} has {slots}, but an "
-                "MPIJob gives every worker the same",
-                hint="give all hosts the same slots, and -np as many ranks as a whole number of them holds",
+                f"--engine kubernetes: {host.name} has {host.workers} rank(s), {plan.hosts[0].name} has {slots}, but an MPIJob has equal workers",
+                hint="give all hosts the same slots, and -np a multiple of them",
             )
         if host.chosen is not None:
             raise ConfigError(
@@ -148,8 +137,8 @@ def manifest(
         ConfigError: Hosts differ in their number of ranks, or GPUs were chosen.
     """
     image = pods.image or ""
-    slots = slots_per_worker(plan)
-    name = job_name(plan)
+    slots = _slots_per_worker(plan)
+    name = _job_name(plan)
     labels = {"app.kubernetes.io/name": "distrib", "app.kubernetes.io/instance": name}
     gpu = any(rank.device != "cpu" for rank in plan.ranks)  # parameter servers run on the CPU
     launcher_pod = _pod("launcher", image, ["distrib-launch", "-H", HOSTFILE, *words, *plan.script[1:]], labels)
@@ -157,12 +146,14 @@ def manifest(
     # On the launcher only: it forwards them, and logins over ssh on the workers would not have them.
     container["env"] = [_variable(name, value) for name, value in environment.items()]
     container["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
-    launcher_pod["spec"]["terminationGracePeriodSeconds"] = math.ceil(grace_seconds) + AFTER_GRACE_SECONDS
-    worker_pod = _pod("worker", image, SSHD, labels)
+    launcher_pod["spec"]["terminationGracePeriodSeconds"] = (
+        math.ceil(grace_seconds) + 55
+    )  # to end the ranks and write the result
+    worker_pod = _pod("worker", image, IMAGE.sshd, labels)
     container = worker_pod["spec"]["containers"][0]
     container["resources"] = {"requests": {"cpu": str(max(host.ranks for host in plan.hosts))}}
-    container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
-    container["readinessProbe"] = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2, "failureThreshold": 30}
+    container["ports"] = [{"name": "ssh", "containerPort": IMAGE.ssh_port}]
+    container["readinessProbe"] = {"tcpSocket": {"port": IMAGE.ssh_port}, "periodSeconds": 2, "failureThreshold": 30}
     worker_pod["spec"]["topologySpreadConstraints"] = [
         {
             "maxSkew": 1,
@@ -185,10 +176,10 @@ def manifest(
         "spec": {
             "slotsPerWorker": slots,
             "mpiImplementation": "OpenMPI",
-            "sshAuthMountPath": SSH_FOLDER,
+            "sshAuthMountPath": IMAGE.ssh_folder,
             "launcherCreationPolicy": "WaitForWorkersReady",
             # The launcher restarts ranks; the operator must not.
-            "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": KEEP_SECONDS, "backoffLimit": 0},
+            "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": 24 * 3600, "backoffLimit": 0},
             "mpiReplicaSpecs": {
                 "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher_pod},
                 "Worker": {"replicas": len(plan.hosts), "restartPolicy": "Never", "template": worker_pod},
@@ -203,7 +194,7 @@ def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str
         "name": name,
         "image": image,
         "command": [_literal(word) for word in command],
-        "workingDir": HOME,
+        "workingDir": IMAGE.home,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
@@ -214,9 +205,9 @@ def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str
             "enableServiceLinks": False,
             "securityContext": {
                 "runAsNonRoot": True,
-                "runAsUser": USER_ID,
-                "runAsGroup": USER_ID,
-                "fsGroup": USER_ID,
+                "runAsUser": IMAGE.user_id,
+                "runAsGroup": IMAGE.user_id,
+                "fsGroup": IMAGE.user_id,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [container],
@@ -226,16 +217,13 @@ def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str
     }
 
 
-def job_name(plan: LaunchPlan) -> str:
-    """Return the job's name in Kubernetes: a DNS label (RFC 1035) of the script's name and the job's.
-
-    Args:
-        plan: Plan of the job.
-    """
+def _job_name(plan: LaunchPlan) -> str:
+    """Return the job's name in Kubernetes: a DNS label (RFC 1035) of the script's name and the job's."""
     stem = re.sub(r"[^a-z0-9]+", "-", _stem(plan).lower()).strip("-")
     if not stem[:1].isalpha():
         stem = f"job-{stem}".strip("-")
-    return f"{stem[: NAME_LIMIT - len(plan.job) - 1].rstrip('-')}-{plan.job}"
+    # At most 40 characters: Kubernetes allows 63 for a pod, which adds `-worker-<number>` or `-launcher-<random>`.
+    return f"{stem[: 39 - len(plan.job)].rstrip('-')}-{plan.job}"
 
 
 def _script(plan: LaunchPlan) -> str:
@@ -263,37 +251,30 @@ def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: M
         environment: Variables that every rank gets from the user.
         resources: Values of `--pod-resource` by name.
     """
-    return tuple(filter(None, (note_on_network(plan, resources), note_on_secrets(environment))))
+    return tuple(filter(None, (_note_on_network(plan, resources), _note_on_secrets(environment))))
 
 
-def note_on_network(plan: LaunchPlan, resources: Mapping[str, str]) -> str:
-    """Return a note if RDMA may not work in the pods; empty for one host or a job on CPUs.
-
-    Args:
-        plan: Plan of the job.
-        resources: Values of `--pod-resource` by name.
-    """
+def _note_on_network(plan: LaunchPlan, resources: Mapping[str, str]) -> str:
+    """Return a note if RDMA may not work in the pods; empty for one host or a job on CPUs."""
     if len(plan.hosts) < 2 or all(rank.device == "cpu" for rank in plan.ranks):
         return ""
     if any("rdma" in name or "infiniband" in name or name.startswith("vpc.amazonaws.com/efa") for name in resources):
         return (
-            "memory is locked for RDMA by a user who is not root: the container runtime must let it (LimitMEMLOCK=infinity for "
-            "containerd), or NCCL falls back to TCP; distrib-topo check, run in the launcher's pod, tells"
+            "RDMA needs locked memory, and the pods' user is not root: allow it in the container runtime (LimitMEMLOCK=infinity for "
+            "containerd), or NCCL uses TCP; distrib-topo check in the launcher's pod shows the limit"
         )
-    return "no RDMA resource is asked for: between pods NCCL goes over TCP (--pod-resource NAME=N, such as rdma/hca_shared_devices_a=1)"
+    return "no RDMA resource is requested: NCCL uses TCP between pods (--pod-resource NAME=N, such as rdma/hca_shared_devices_a=1)"
 
 
-def note_on_secrets(environment: Mapping[str, str]) -> str:
-    """Return the kubectl command that creates the Secret of the manifest; empty if no variable is secret.
-
-    Args:
-        environment: Variables that every rank gets from the user.
-    """
+def _note_on_secrets(environment: Mapping[str, str]) -> str:
+    """Return the kubectl command that creates the Secret of the manifest; empty if no variable is secret."""
     named = [name for name in environment if is_secret(name)]
     if not named:
         return ""
     words = " ".join(f'--from-literal={name}="${name}"' for name in named)
-    return f"the pods take {', '.join(named)} from a Secret: kubectl create secret generic {SECRET} {words}"
+    return (
+        f"create the Secret with {', '.join(named)} for the pods first: kubectl create secret generic {SECRET} {words}"
+    )
 
 
 def _literal(text: str) -> str:
@@ -301,39 +282,27 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-class Kubernetes(Engine):
+class _Kubernetes(Engine):
     """MPIJob of Kubeflow's MPI operator; the launcher runs inside the cluster."""
 
     starts_ranks = False
 
     def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
-        """Return the command that creates the job from the manifest.
-
-        Args:
-            plan: Plan without its command.
-            options: Options of the launch.
-
-        Raises:
-            ConfigError: No hosts are named, or an MPIJob cannot express the plan.
-        """
+        """Return the command that creates the job from the manifest."""
         if any(host.name == "localhost" for host in plan.hosts):
             raise ConfigError(
-                "--engine kubernetes: how many workers?",
-                hint="name one for each host, with its slots: -H worker[1-4]:8",
+                "--engine kubernetes: the number of workers is unknown",
+                hint="name a host with its slots for each worker: -H worker[1-4]:8",
             )
-        slots_per_worker(plan)
+        _slots_per_worker(plan)
         return "kubectl", "create", "-f", "-"
 
     def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
-        """Return notes on files that the image needs, and on GPUs.
-
-        Args:
-            plan: Plan with its command.
-        """
-        said = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
+        """Return notes on files that the image needs, and on GPUs."""
+        notes = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
         if any(rank.device == "auto" for rank in plan.ranks):
-            said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")
-        return tuple(said)
+            notes.append("one GPU per rank is requested (for CPUs: -x CUDA_VISIBLE_DEVICES=)")
+        return tuple(notes)
 
 
-ENGINE = Kubernetes()
+ENGINE = _Kubernetes()

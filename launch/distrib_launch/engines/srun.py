@@ -29,19 +29,7 @@ HOSTFILE = "srun-hosts.txt"
 """File in the run directory with the host of each rank."""
 PROGRAMS = "srun-programs.txt"
 """File in the run directory for `--multi-prog`, with the command of each rank."""
-LIMIT_SECONDS = 30
-"""Shortest time between the SIGTERM that Slurm sends to the ranks and the time limit, in a job that srun requested."""
-
-LIMIT_MOST_SECONDS = 65_535
-"""Largest time that `--signal` accepts (srun(1))."""
-AFTER_GRACE_SECONDS = 10
-"""Time beyond the grace time in which the launcher receives all exit records and writes the result."""
-
-PROBE_SECONDS = 10.0
-"""Time limit of a query to one of Slurm's commands."""
-CPUS_OF_GPU_RANK = 2
-"""CPUs that a rank on a GPU needs: one for itself and one for its data loader."""
-MORE_PROCESSORS = "ask for more with --cpus-per-task=N or --exclusive, for sbatch or salloc"
+MORE_CPUS_HINT = "request more with --cpus-per-task=N or --exclusive of sbatch or salloc"
 BINDS_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
 """Variables with which srun divides GPUs among its tasks, so that each rank sees only one."""
 BY_TASK = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
@@ -54,7 +42,7 @@ GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SL
 
 EXPLANATIONS = (
     ("Invalid node name", "Slurm does not know every host of the plan", "use the names that sinfo -N shows"),
-    ("Requested nodes are busy", "the hosts are busy with other jobs of Slurm's", "wait for them, or see squeue"),
+    ("Requested nodes are busy", "other Slurm jobs use the hosts", "wait for them, or see squeue"),
     (
         "Requested node configuration is not available",
         "Slurm cannot give the hosts as planned",
@@ -63,10 +51,10 @@ EXPLANATIONS = (
     ("More processors requested", "the plan has more ranks than Slurm allows here", "use fewer slots, or allocate more"),
     ("Invalid partition", "Slurm has no such partition", "see sinfo; SLURM_PARTITION names another"),
     ("Invalid account", "Slurm refuses the account", "SLURM_ACCOUNT names another"),
-    ("Unable to contact slurm controller", "Slurm's controller does not answer", "see scontrol ping"),
-    ("Could not establish a configuration source", "this machine belongs to no Slurm", "use --engine mpirun"),
-    ("Job/step already completing", "the Slurm job is over", "ask for another allocation"),
-    ("Invalid job id", "the Slurm job of SLURM_JOB_ID is over", "ask for another allocation"),
+    ("Unable to contact slurm controller", "Slurm's controller does not reply", "see scontrol ping"),
+    ("Could not establish a configuration source", "Slurm is not configured on this machine", "use --engine mpirun"),
+    ("Job/step already completing", "the Slurm job is over", "request another allocation"),
+    ("Invalid job id", "the Slurm job of SLURM_JOB_ID is over", "request another allocation"),
     ("task launch failed", "Slurm could not start the ranks", "see slurmd's log on that host; SLURM_MPI_TYPE=none may help"),
 )  # fmt: skip
 """Text in srun's output, its cause, and a hint."""
@@ -77,11 +65,8 @@ BARRIERS = {"SLURM_PMIX_FENCE": "ring"}
 then crash the late ranks (open-mpi/ompi#12495). Failed starts of six ranks on three busy hosts: tree 84 of 382, the default, which
 uses both, 6 of 383, ring 0 of 480 (Slurm 22.05.8, PMIx 4.2.2, Open MPI 5.0.11; 26 November 2026)."""
 
-CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+\w))?")
-"""Line that slurmd prints into the job's output when Slurm cancels it, with the reason if there is one."""
 
-
-def find_srun() -> str | None:
+def _find_srun() -> str | None:
     """Return the absolute path of srun; None if there is none."""
     found = shutil.which("srun")
     return str(Path(found).absolute()) if found else None
@@ -102,10 +87,10 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
     Args:
         environ: Environment of the process; returned unchanged outside a Slurm job or if it has the number of GPUs.
     """
-    said = ("ENVIRONMENT", "SLURM_GPUS_ON_NODE", *GPU_VARIABLES)  # in a batch script the variables are complete
-    if not in_allocation(environ) or any(name in environ for name in said):
+    complete = ("ENVIRONMENT", "SLURM_GPUS_ON_NODE", *GPU_VARIABLES)  # in a batch script the variables are complete
+    if not in_allocation(environ) or any(name in environ for name in complete):
         return environ
-    gpus = _gpu_counts(_told(["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%b"]))
+    gpus = _gpu_counts(_slurm_output(["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%b"]))
     return {**environ, "SLURM_GPUS_PER_NODE": str(gpus)} if gpus else environ
 
 
@@ -123,7 +108,7 @@ def refuse_several_launchers(environ: Mapping[str, str]) -> None:
     if in_allocation(environ) and tasks not in ("", "1") and not shell:  # --pty starts the shell in one task only
         raise ConfigError(
             f"srun has started this launcher {tasks} times, and each would run the whole job",
-            hint="leave out srun: distrib-launch starts the ranks itself, on all hosts of the allocation",
+            hint="leave out srun: distrib-launch starts the ranks on all hosts of the allocation",
         )
 
 
@@ -142,7 +127,7 @@ def _all_gpus_for_each(environ: Mapping[str, str]) -> list[str]:
     return ["--gpu-bind=none"] if any(name in environ for name in BINDS_GPUS) else []
 
 
-def few_processors(cpus: int, ranks: int, *, on_gpus: bool) -> str:
+def few_cpus_reason(cpus: int, ranks: int, *, on_gpus: bool) -> str:
     """Return the reason why a host has too few CPUs; empty if they suffice. Slurm gives one CPU per task by default.
 
     Args:
@@ -150,17 +135,13 @@ def few_processors(cpus: int, ranks: int, *, on_gpus: bool) -> str:
         ranks: Ranks on the host.
         on_gpus: True if the ranks use GPUs.
     """
-    if cpus >= ranks * (CPUS_OF_GPU_RANK if on_gpus else 1):
+    if cpus >= ranks * (2 if on_gpus else 1):  # a rank on a GPU needs a CPU for itself and one for its data loader
         return ""
-    return f"Slurm gave {cpus} processor{'s' * (cpus > 1)} for {ranks} rank{'s' * (ranks > 1)}"
+    return f"Slurm gave {cpus} CPU{'s' * (cpus > 1)} for {ranks} rank{'s' * (ranks > 1)}"
 
 
-def job_name(plan: LaunchPlan) -> str:
-    """Return the job's name in squeue.
-
-    Args:
-        plan: Plan of the job.
-    """
+def _job_name(plan: LaunchPlan) -> str:
+    """Return the job's name in squeue."""
     return f"distrib-{plan.job}"
 
 
@@ -179,8 +160,8 @@ def _gpus_per_node(plan: LaunchPlan) -> int:
 def _gpus_of(plan: LaunchPlan) -> list[int]:
     """Return the number of GPUs of each host, as Slurm reports it."""
     hosts = ",".join(host.name for host in plan.hosts)
-    told = _told(["sinfo", "--noheader", "--Node", f"--nodes={hosts}", "--format=%N %G"])
-    known = dict(line.split(maxsplit=1) for line in told.splitlines() if " " in line.strip())
+    output = _slurm_output(["sinfo", "--noheader", "--Node", f"--nodes={hosts}", "--format=%N %G"])
+    known = dict(line.split(maxsplit=1) for line in output.splitlines() if " " in line.strip())
     return [_gpu_counts(known.get(host.name, "")) for host in plan.hosts]
 
 
@@ -189,13 +170,16 @@ def _gpu_counts(text: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|[,:/])gpu(?::[^:,()]+)?:(\d+)", text))
 
 
-def _told(command: Sequence[str]) -> str:
+def _run_slurm(command: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
+
+
+def _slurm_output(command: Sequence[str]) -> str:
     """Return the output of a Slurm command; empty if it is not installed or does not end in time."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        return _run_slurm(command).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout
 
 
 def _mpi(srun: str) -> str:
@@ -207,18 +191,15 @@ def _mpi(srun: str) -> str:
         return ""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     try:
-        tried = subprocess.run(
-            [srun, "--mpi=pmix", "--test-only", "--ntasks=1", "true"],
-            env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS,
-        )  # fmt: skip
+        tried = _run_slurm([srun, "--mpi=pmix", "--test-only", "--ntasks=1", "true"], environ)
     except subprocess.TimeoutExpired:  # Slurm's controller is busy; the list of plugins needs no controller
-        return "pmix" if re.search(r"\bpmix\b", _told([srun, "--mpi=list"])) else "none"
+        return "pmix" if re.search(r"\bpmix\b", _slurm_output([srun, "--mpi=list"])) else "none"
     except OSError:
         return "none"
     return "none" if "MPI" in tried.stderr else "pmix"
 
 
-class Srun(Engine):
+class _Srun(Engine):
     """Slurm's srun, which starts the ranks as the tasks of one job step."""
 
     limits_cpus = True
@@ -226,16 +207,8 @@ class Srun(Engine):
     """Slurm kills all processes as soon as srun is ended, including those that clean up after the ranks."""
 
     def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
-        """Return the srun command line.
-
-        Args:
-            plan: Plan without its command.
-            options: Options of the launch.
-
-        Raises:
-            ConfigError: There is no srun, or no hosts are named outside an allocation.
-        """
-        srun = find_srun()
+        """Return the srun command line."""
+        srun = _find_srun()
         if srun is None:
             raise ConfigError("--engine srun: no srun here", hint="run it where Slurm is, or use --engine mpirun")
         if any(host.name == "localhost" for host in plan.hosts):
@@ -243,7 +216,7 @@ class Srun(Engine):
                 "--engine srun: no hosts",
                 hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
             )
-        words = [srun, "--job-name", job_name(plan), "--ntasks", str(len(plan.ranks))]
+        words = [srun, "--job-name", _job_name(plan), "--ntasks", str(len(plan.ranks))]
         # One line per rank: only this form allows unequal slots and any order of hosts. The file also gives the number of nodes:
         # Slurm 24.11 rejects --nodes beside it.
         words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
@@ -254,8 +227,9 @@ class Srun(Engine):
         if in_allocation():
             words += _step()
         else:
-            before = max(LIMIT_SECONDS, math.ceil(options.grace_seconds) + AFTER_GRACE_SECONDS)
-            words += [f"--signal=TERM@{min(before, LIMIT_MOST_SECONDS)}"]
+            # Slurm sends SIGTERM this long before the time limit: the grace time of the ranks, and 10 s to write the result.
+            before = max(30, math.ceil(options.grace_seconds) + 10)
+            words += [f"--signal=TERM@{min(before, 65_535)}"]  # the largest value of --signal: srun(1)
             if (gpus := _gpus_per_node(plan)) and not any(name in os.environ for name in GPU_VARIABLES):
                 words += [f"{GPUS}{gpus}"]
             words += _all_gpus_for_each(os.environ)
@@ -266,71 +240,44 @@ class Srun(Engine):
         return (*words, options.interpreter, "-m", "distrib_launch.rank_agent")
 
     def shell(self, plan: LaunchPlan) -> RemoteShell | None:
-        """Return srun, which runs steps in the allocation; None outside one.
-
-        Args:
-            plan: Plan of the launch.
-        """
+        """Return srun, which runs steps in the allocation; None outside one."""
         if not in_allocation():
             return None
-        words = [
-            plan.command[0],
-            "--job-name",
-            job_name(plan),
-            "--quiet",
-            "--nodes=1",
-            "--ntasks=1",
-            "--export=ALL",
-            "--unbuffered",
-        ]
+        words = (
+            plan.command[0], "--job-name", _job_name(plan), "--quiet", "--nodes=1", "--ntasks=1", "--export=ALL", "--unbuffered",
+            "--cpu-bind=none", "--mpi=none", *_step(),
+        )  # fmt: skip
         environ = {name: value for name, value in self.environment(os.environ).items() if name not in NOT_OF_A_STEP}
-        return RemoteShell(
-            transport="srun", words=(*words, "--cpu-bind=none", "--mpi=none", *_step()), environment=environ
-        )
+        return RemoteShell(transport="srun", words=words, environment=environ)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of srun: the ring barrier, and no per-task settings of the allocation.
-
-        Args:
-            environ: Environment of the launcher.
-        """
+        """Return the environment of srun: the ring barrier, and no per-task settings of the allocation."""
         dropped: tuple[str, ...] = ()
         if in_allocation(environ):
             dropped = BY_TASK + (BINDS_GPUS + GPU_VARIABLES if slurm.gpus_per_host(environ) else ())
         return {**BARRIERS, **{name: value for name, value in environ.items() if name not in dropped}}
 
     def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
-        """Return notes on the allocation, the requested GPUs and MPI.
-
-        Args:
-            plan: Plan with its command.
-        """
-        said = []
+        """Return notes on the allocation, the requested GPUs and MPI."""
+        notes = []
         if in_allocation():
-            said.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
+            notes.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
             if plan.mode == "async" and len(plan.hosts) > 1:
-                said.append(
-                    "when a node is lost, Slurm ends the whole allocation, unless it was asked for with --no-kill"
-                )
-        elif asked := next((word for word in plan.command if word.startswith(GPUS)), None):
-            said.append(
-                f"Slurm is asked for {asked.removeprefix(GPUS)} GPU(s) on each host (SLURM_GPUS_PER_NODE=N: for another number; "
-                "-x CUDA_VISIBLE_DEVICES=: for none)"
+                notes.append("if a node fails, Slurm ends the whole allocation, unless it was requested with --no-kill")
+        elif requested := next((word for word in plan.command if word.startswith(GPUS)), None):
+            notes.append(
+                f"{requested.removeprefix(GPUS)} GPU(s) are requested on each host (SLURM_GPUS_PER_NODE=N: another number; "
+                "-x CUDA_VISIBLE_DEVICES=: none)"
             )
         if "--mpi=none" in plan.command:
-            said.append(
-                "this Slurm has no PMIx: torch.distributed works, but ranks of a script that uses MPI or Horovod do not "
-                "find each other (--engine mpirun)"
+            notes.append(
+                "this Slurm has no PMIx: torch.distributed works, but each rank of a script with MPI or Horovod runs alone; "
+                "use --engine mpirun for those"
             )
-        return tuple(said)
+        return tuple(notes)
 
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
-        """Write the host of each rank, and the interpreter of each rank if hosts have different ones.
-
-        Args:
-            run_dir: Run directory.
-            plan: Plan of the launch.
-        """
+        """Write the host of each rank, and the interpreter of each rank if hosts have different ones."""
         (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.started))
         if any(host.python for host in plan.hosts):
             programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
@@ -338,11 +285,7 @@ class Srun(Engine):
             (run_dir / PROGRAMS).write_text("".join(lines))
 
     def queued(self, log: Path) -> str:
-        """Return the message of an srun that waits for resources; empty if it does not wait.
-
-        Args:
-            log: File with srun's output.
-        """
+        """Return the message of an srun that waits for resources; empty if it does not wait."""
         words = log.read_text(errors="replace")
         lines = [line for line in words.splitlines() if "queued and waiting for resources" in line]
         if not lines or "has been allocated resources" in words:
@@ -351,42 +294,26 @@ class Srun(Engine):
         return why[1] if why else lines[-1].removeprefix("srun: ")
 
     def explain(self, output: str) -> tuple[str, str] | None:
-        """Return a message and a hint for a known error of srun; None for others.
-
-        Args:
-            output: Output of srun.
-        """
+        """Return a message and a hint for a known error of srun; None for others."""
         for sign, what, hint in EXPLANATIONS:
             if line := next((line for line in output.splitlines() if sign in line), ""):
                 return f"{what}: {line.strip()}", hint
         return None
 
     def cancelled(self, output: str, *, for_a_reason: bool = False) -> str:
-        """Return a message if Slurm ended the job; empty if it did not.
-
-        Args:
-            output: Output of srun.
-            for_a_reason: True to return a message only if Slurm gives a reason, such as the time limit.
-        """
-        told = CANCELLED.search(output)
-        if not told or (for_a_reason and not told[1]):  # Slurm gives no reason after the death of a rank that used MPI
+        """Return a message if Slurm ended the job; empty if it did not."""
+        # The line that slurmd prints when Slurm cancels a job. It has no reason after the death of a rank that used MPI.
+        found = re.search(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+\w))?", output)
+        if not found or (for_a_reason and not found[1]):
             return ""
-        return (
-            f"Slurm ended the job: {told[1].lower()}"
-            if told[1]
-            else "Slurm ended the job: cancelled, or its time is up"
-        )
+        return f"Slurm ended the job: {found[1].lower() if found[1] else 'cancelled, or its time is up'}"
 
     def cleanup_command(self, plan: LaunchPlan) -> tuple[str, ...] | None:
-        """Return the scancel command that ends a job which srun requested; None inside an allocation.
-
-        Args:
-            plan: Plan of the launch.
-        """
+        """Return the scancel command that ends a job which srun requested; None inside an allocation."""
         scancel = shutil.which("scancel")
         if in_allocation() or scancel is None:
             return None
-        return scancel, "--quiet", f"--name={job_name(plan)}"
+        return scancel, "--quiet", f"--name={_job_name(plan)}"
 
 
-ENGINE = Srun()
+ENGINE = _Srun()

@@ -14,7 +14,7 @@ import msgspec
 from distrib.cluster.inventory import GpuHolder, Inventory
 from distrib.units import binary_size_text, format_rate
 from distrib_launch.engines.remote_shell import Transport
-from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
+from distrib_launch.engines.srun import MORE_CPUS_HINT, few_cpus_reason
 from distrib_launch.preflight.check_result import CheckResult, HostRequirements, error, warning
 from distrib_launch.preflight.gpu_health import unhealthy_gpus
 from distrib_launch.rank_agent.affinity import count_gpus
@@ -380,8 +380,8 @@ def machine(e: CheckInputs) -> Iterator[CheckResult]:
     for host, facts in e.inventories.items():
         ranks = e.requirements[host].ranks
         if e.transport == "srun":
-            if few := few_processors(facts.usable_cpus, ranks, on_gpus=bool(facts.gpus) and _gpu_job(e, host)):
-                yield warning(host, "cores", few, MORE_PROCESSORS)
+            if few := few_cpus_reason(facts.usable_cpus, ranks, on_gpus=bool(facts.gpus) and _gpu_job(e, host)):
+                yield warning(host, "cores", few, MORE_CPUS_HINT)
         elif facts.usable_cpus < ranks:
             yield warning(
                 host, "cores", f"{ranks} ranks on {facts.usable_cpus} CPU core(s)", "fewer slots are likely to be faster",

@@ -7,7 +7,7 @@ from typing import Any
 
 from distrib.errors import LaunchError
 from distrib_launch import rank_environment
-from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
+from distrib_launch.engines.srun import MORE_CPUS_HINT, few_cpus_reason
 from distrib_launch.preflight.check_result import fold_by_host
 from distrib_launch.rank_agent.control_channel import Assignment, Kind
 from distrib_launch.supervisor.rank_state import JobState, RankState
@@ -60,8 +60,8 @@ def warn_few_cpus(job: JobState) -> None:
     found = []
     for host in job.plan.hosts:
         state = next(state for state in job.ranks if state.plan.host == host.name)
-        if few := few_processors(state.hello["cpus"], host.ranks, on_gpus=state.plan.device != "cpu"):
-            found.append((host.name, f"{host.name}: {few}; {MORE_PROCESSORS}"))
+        if few := few_cpus_reason(state.hello["cpus"], host.ranks, on_gpus=state.plan.device != "cpu"):
+            found.append((host.name, f"{host.name}: {few}; {MORE_CPUS_HINT}"))
     for line in fold_by_host(found):
         job.warn(line)
 
