@@ -32,7 +32,6 @@ from distrib.utils.rlimits import raise_open_files
 from distrib_launch.rank_agent import affinity, reaper
 from distrib_launch.rank_agent.control_channel import Assignment, Kind
 from distrib_launch.rank_agent.oom import OutOfMemory
-from distrib_launch.rank_agent.stack_dump import PR_SET_PTRACER
 
 OPEN_FILES = 65536
 """Open files that a script may have if the hard limit allows it: a rank is connected to every other one, once per process group."""
@@ -167,7 +166,8 @@ class ScriptProcess:
                     command, cwd=assignment.directory, env=environ,
                     stdin=subprocess.DEVNULL if script_input is None else script_input,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
-                    preexec_fn=lambda: libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0),
+                    # PR_SET_PTRACER (linux/prctl.h): py-spy, a child of the agent, may read the script's memory even with Yama.
+                    preexec_fn=lambda: libc.prctl(0x59616D61, parent, 0, 0, 0),
                 )  # fmt: skip
         except OSError as error:
             what = error.filename if isinstance(error.filename, str) else command[0]

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-PR_SET_PTRACER = 0x59616D61
-"""prctl(2) option that lets py-spy, a child of the agent, read the script's memory even if Yama restricts ptrace (linux/prctl.h)."""
-LIMIT_BYTES = 1 << 18
+from distrib_launch.rank_agent.control_channel import PAYLOAD_LIMIT_BYTES
+
 _ACCELERATORS = "/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/habanalabs"
 
 
@@ -49,13 +48,13 @@ class StackDumper:
 
     def _read(self, descriptor: int) -> None:
         spy, pid, printed = self._running[descriptor]
-        data = os.read(descriptor, LIMIT_BYTES)
+        data = os.read(descriptor, 1 << 18)
         printed += data
         if not data:
             self._selector.unregister(descriptor)
             del self._running[descriptor]
             spy.communicate()
-            self._on_dump(with_state(bytes(printed), pid)[:LIMIT_BYTES])
+            self._on_dump(with_state(bytes(printed), pid)[:PAYLOAD_LIMIT_BYTES])
 
 
 def with_state(dump: bytes, pid: int) -> bytes:

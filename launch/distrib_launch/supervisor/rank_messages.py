@@ -51,7 +51,7 @@ class RankMessages:
             descriptor = 1 if kind is Kind.OUT else 2
             if problem := state.write(descriptor, payload):
                 self._job.warn_log(problem)
-            self._hang_detector.on_progress()
+            self._hang_detector.on_progress(to_stderr=kind is Kind.ERR)
             self._job.console.rank_output(state.plan.rank, descriptor, payload)
         elif kind is Kind.HEARTBEAT:
             beat = json.loads(payload)
