@@ -50,14 +50,14 @@ def stream(listener, *, token=TOKEN, task=7, streams=1, patience=5.0, **wanted):
         with contextlib.suppress(OSError):
             deadline = time.monotonic() + patience
             sockets = tcp.connect_streams("127.0.0.1", ("127.0.0.1", listener.port), token, task, streams, deadline)
-            sent.append(tcp.send_stream(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline))
+            sent.append(tcp.send_stream(sockets, memoryview(bytearray(tcp.SETTINGS.chunk_bytes)), deadline))
 
     thread = threading.Thread(target=send)
     thread.start()
     try:
         deadline = time.monotonic() + patience
         sockets = listener.accept(TOKEN, 7, streams, deadline)
-        return tcp.receive_stream(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline, **wanted), sent
+        return tcp.receive_stream(sockets, memoryview(bytearray(tcp.SETTINGS.chunk_bytes)), deadline, **wanted), sent
     finally:
         thread.join()
 
@@ -115,12 +115,13 @@ def test_garbage_does_not_stop_the_one_who_is_waited_for(listener):
     assert seen.latency_seconds > 0
 
 
-def test_a_receiver_whose_sender_cannot_connect_gives_up_soon(monkeypatch, listener):
-    monkeypatch.setattr(tcp, "ACCEPT_SECONDS", 0.2)
+def test_a_receiver_whose_sender_cannot_connect_gives_up_soon():
+    listener = tcp.ProbeListener("127.0.0.1", accept_seconds=0.2)
     begun = time.monotonic()
     with pytest.raises(ProbeTimeout, match="no connection came"):
         listener.accept(TOKEN, 7, 1, begun + 10.0)
     assert time.monotonic() - begun < 8
+    listener.socket.close()
 
 
 def test_a_sender_that_is_silent_costs_its_own_time_only(listener):

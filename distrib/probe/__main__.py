@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import mpi4py  # does not load MPI
 import msgspec
 
 from distrib.cluster.node import name_hosts
@@ -20,10 +21,7 @@ from distrib.probe.bench import tcp
 from distrib.probe.bench.polling import wait
 from distrib.probe.coordinator import Coordinator
 from distrib.probe.protocol import (
-    HELLO_TAG,
-    REPLY_TAG,
-    SETUP_TAG,
-    TASK_TAG,
+    MessageTag,
     ProbeSpec,
     RankHello,
     RankSetup,
@@ -44,11 +42,12 @@ def main() -> int:
         The exit code.
     """
     spec = msgspec.json.decode(sys.argv[1], type=ProbeSpec)
-    comm = _init_mpi()
+    mpi = _init_mpi()
+    comm = mpi.COMM_WORLD
     if comm.size != (planned := int(os.environ["WORLD_SIZE"])):
         return _report_wrong_size(comm.size, planned)
     host = spec.present[int(os.environ["GROUP_RANK"])]
-    hello, listeners = RankHello(on_gpu=os.environ.get("DISTRIB_DEVICE", "").startswith("cuda")), {}
+    hello, listeners = RankHello(rank=comm.rank, on_gpu=os.environ.get("DISTRIB_DEVICE", "").startswith("cuda")), {}
     if os.environ["LOCAL_RANK"] == "0":
         address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
         facts = host_facts.own_facts(host, address)
@@ -59,11 +58,11 @@ def main() -> int:
     if comm.rank == 0:
         skip_finalize = _coordinate(comm, worker, spec, hello)
     else:
-        comm.send(msgspec.msgpack.encode(hello), 0, HELLO_TAG)
-        _wait_for_rank_0(comm, SETUP_TAG)
-        worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=SETUP_TAG), type=RankSetup)
+        comm.send(msgspec.msgpack.encode(hello), 0, MessageTag.HELLO)
+        _wait_for_rank_0(comm, MessageTag.SETUP)
+        worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=MessageTag.SETUP), type=RankSetup)
         skip_finalize = _serve_tasks(comm, worker)
-    _exit(skip_finalize)
+    _exit(mpi, skip_finalize)
     return 0
 
 
@@ -73,7 +72,7 @@ def _coordinate(comm: Any, worker: Worker, spec: ProbeSpec, hello: RankHello) ->
     ports = {address: port for each in hellos for address, port in each.ports.items()}
     worker.setup = RankSetup(token=secrets.token_bytes(tcp.TOKEN_BYTES), ports=ports)
     for rank in range(1, comm.size):
-        comm.send(msgspec.msgpack.encode(worker.setup), rank, SETUP_TAG)
+        comm.send(msgspec.msgpack.encode(worker.setup), rank, MessageTag.SETUP)
     lines = sys.stdin.buffer if spec.resumed else ()
     before = [record for line in lines if (record := decode_record(line))]
     coordinator = Coordinator(comm, worker, spec, hellos, _print_record, before)
@@ -95,20 +94,17 @@ def _report_wrong_size(started: int, planned: int) -> int:
 
 
 def _init_mpi() -> Any:
-    import mpi4py  # would initialize MPI when `MPI` is imported
-
+    """Initialize MPI. Returns the module. A failed rank must not finalize MPI, as it would wait for the other ranks."""
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
-    from mpi4py import MPI
+    from mpi4py import MPI  # reads mpi4py.rc
 
     MPI.Init_thread(MPI.THREAD_SERIALIZED)
-    return MPI.COMM_WORLD
+    return MPI
 
 
 def _gather_hellos(comm: Any, own: RankHello, hosts: Sequence[str]) -> list[RankHello]:
     """Receive the first message of every rank. Raises ProbeTimeout with the hosts that sent none."""
-    from mpi4py import MPI  # optional package; initialized in `_init_mpi`
-
     found: dict[int, RankHello] = {0: own}
     while len(found) < comm.size:
         known = {hello.facts.host for hello in found.values() if hello.facts}
@@ -118,10 +114,9 @@ def _gather_hellos(comm: Any, own: RankHello, hosts: Sequence[str]) -> list[Rank
             "block TCP connections in one direction? Run distrib-topo check to test them"
         )
         deadline = time.monotonic() + TIMEOUTS.hello_seconds
-        wait(lambda: bool(comm.iprobe(tag=HELLO_TAG)), deadline, what, idle=True)
-        status = MPI.Status()
-        message = comm.recv(tag=HELLO_TAG, status=status)
-        found[status.Get_source()] = msgspec.msgpack.decode(message, type=RankHello)
+        wait(lambda: bool(comm.iprobe(tag=MessageTag.HELLO)), deadline, what, idle=True)
+        hello = msgspec.msgpack.decode(comm.recv(tag=MessageTag.HELLO), type=RankHello)
+        found[hello.rank] = hello
     return [found[rank] for rank in range(comm.size)]
 
 
@@ -129,14 +124,14 @@ def _serve_tasks(comm: Any, worker: Worker) -> bool:
     """Do rank 0's tasks until it shuts this rank down. Returns True to exit without MPI_Finalize."""
     decoder = msgspec.msgpack.Decoder(RankTask)
     while True:
-        _wait_for_rank_0(comm, TASK_TAG)
-        task = decoder.decode(comm.recv(source=0, tag=TASK_TAG))
+        _wait_for_rank_0(comm, MessageTag.TASK)
+        task = decoder.decode(comm.recv(source=0, tag=MessageTag.TASK))
         if isinstance(task, ShutdownTask):
             return task.skip_finalize
-        comm.send(msgspec.msgpack.encode(worker.perform(task)), 0, REPLY_TAG)
+        comm.send(msgspec.msgpack.encode(worker.perform(task)), 0, MessageTag.REPLY)
 
 
-def _wait_for_rank_0(comm: Any, tag: int) -> None:
+def _wait_for_rank_0(comm: Any, tag: MessageTag) -> None:
     deadline = time.monotonic() + TIMEOUTS.idle_seconds
     wait(lambda: bool(comm.iprobe(source=0, tag=tag)), deadline, "no message from rank 0", idle=True)
 
@@ -145,15 +140,13 @@ def _print_record(record: Record) -> None:
     print(encode_record(record), flush=True)
 
 
-def _exit(skip_finalize: bool) -> None:
+def _exit(mpi: Any, skip_finalize: bool) -> None:
     """Exit without MPI_Finalize if torch was used: MPI and Gloo would wait for messages of failed exchanges."""
     sys.stdout.flush()
     sys.stderr.flush()
     if skip_finalize or "torch" in sys.modules:
         os._exit(0)
-    from mpi4py import MPI  # initialized in `_init_mpi`
-
-    MPI.Finalize()
+    mpi.Finalize()
 
 
 if __name__ == "__main__":

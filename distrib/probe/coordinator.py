@@ -20,9 +20,6 @@ from distrib.probe.second_pass import find_shared_link, suspicious_stage
 from distrib.probe.settings import MODES, TIMEOUTS, ProbeTimeouts, Transport
 from distrib.probe.stages import LINKS_DONE, SECOND_PASS, Stage, alone_rounds, plan_stages
 
-MIN_FAILED_PAIRS = 3
-"""A secondary network or transport is given up after so many failed pairs without a common host, if none succeeded."""
-
 
 class Coordinator:
     """Coordinator of a probe on rank 0: runs its stages and emits the records.
@@ -147,9 +144,9 @@ class Coordinator:
         self._finish_stage(stage, complete=complete, notes=notes)
 
     def _hopeless(self, network: str | None, transport: Transport) -> str:
-        """Return the first failure of a network and transport if it is to be given up, else an empty string."""
+        """Return the first failure of a network and transport, if three pairs without a common host failed and none succeeded."""
         seen = [record for record in self._pairs if (record.network, record.transport) == (network, transport)]
-        if len(seen) < MIN_FAILED_PAIRS or not all(record.failed for record in seen):
+        if len(seen) < 3 or not all(record.failed for record in seen):
             return ""
         if set.intersection(*({record.source, record.target} for record in seen)):
             return ""  # one host may be the reason

@@ -8,9 +8,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import pynvml
 
 from distrib.cluster.inventory import InventoryQuery, RdmaPort, fastest_ports, own_inventory, total_rate
 from distrib.probe.records import GpuPcieLink, HostFacts
@@ -104,13 +104,11 @@ def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
 def gpu_pcie_links() -> tuple[GpuPcieLink, ...]:
     """Return the PCIe links of all GPUs by NVML, none if it fails. Idle GPUs reduce the width and speed of their links."""
     try:
-        import pynvml  # optional package
-
         pynvml.nvmlInit()
     except Exception:
         return ()
     found = []
-    for index in range(_query_nvml(pynvml, "nvmlDeviceGetCount") or 0):
+    for index in range(_query_nvml("nvmlDeviceGetCount") or 0):
         with contextlib.suppress(pynvml.NVMLError):  # a lost GPU
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name = pynvml.nvmlDeviceGetName(handle)
@@ -118,16 +116,16 @@ def gpu_pcie_links() -> tuple[GpuPcieLink, ...]:
                 GpuPcieLink(
                     index=index,
                     name=name.decode() if isinstance(name, bytes) else str(name),
-                    pcie_generation=_query_nvml(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
-                    pcie_generation_possible=_query_nvml(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
-                    pcie_width=_query_nvml(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
-                    pcie_width_possible=_query_nvml(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+                    pcie_generation=_query_nvml("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+                    pcie_generation_possible=_query_nvml("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+                    pcie_width=_query_nvml("nvmlDeviceGetCurrPcieLinkWidth", handle),
+                    pcie_width_possible=_query_nvml("nvmlDeviceGetMaxPcieLinkWidth", handle),
                 )
             )
     return tuple(found)
 
 
-def _query_nvml(pynvml: Any, name: str, *arguments: object) -> int | None:
+def _query_nvml(name: str, *arguments: object) -> int | None:
     try:
         return int(getattr(pynvml, name)(*arguments))
     except pynvml.NVMLError:

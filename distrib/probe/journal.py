@@ -24,9 +24,6 @@ from distrib.probe.records import (
 )
 from distrib.probe.settings import Mode, Transport
 
-MAX_AGE_SECONDS = 3600.0
-"""An interrupted probe is resumed without --resume only within this time: networks change."""
-
 
 def network_change(before: ProbeStarted, now: ProbeStarted) -> str:
     """Describe why earlier measurements are not comparable. Missing hosts are not compared.
@@ -87,7 +84,8 @@ class Journal:
         """Why records could not be written."""
         self._started = False
         try:
-            recent = path.exists() and time.time() - path.stat().st_mtime < MAX_AGE_SECONDS
+            # Networks change: after an hour, a probe is resumed with --resume only.
+            recent = path.exists() and time.time() - path.stat().st_mtime < 3600
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
             raise ConfigError(

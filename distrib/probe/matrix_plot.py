@@ -6,6 +6,10 @@ import os
 import statistics
 from typing import Any
 
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
 from distrib.cluster.measurements import Measurements
 from distrib.probe.probe_report import (
     bus_bandwidth,
@@ -17,12 +21,6 @@ from distrib.probe.probe_report import (
 )
 from distrib.units import duration_text, format_size
 from distrib.utils import plotting
-
-MAX_LABELS = 40
-"""Maximum number of host names along an axis. With more hosts, some names are left out."""
-
-MAX_CELL_NUMBERS = 12
-"""Maximum number of hosts for which each cell shows its rate."""
 
 
 def draw_probe(path: str | os.PathLike[str], measured: Measurements, transport: str) -> None:
@@ -38,8 +36,6 @@ def draw_probe(path: str | os.PathLike[str], measured: Measurements, transport: 
     """
     name = os.fspath(path)
     plotting.check_plot_path(name)
-    from matplotlib.figure import Figure  # takes a second to load
-
     curves = any(pair.transport == "mpi" and pair.curve for pair in measured.pairs)
     panels = 1 + curves + bool(measured.collectives)
     figure = Figure(figsize=(6.4 * panels, 5.4), layout="constrained")
@@ -54,8 +50,6 @@ def draw_probe(path: str | os.PathLike[str], measured: Measurements, transport: 
 
 
 def _draw_heat_map(figure: Any, axes: Any, measured: Measurements, transport: str) -> None:
-    from matplotlib import colormaps  # loaded with the figure
-
     rates = rate_matrix(measured, transport)
     hosts = list(measured.hosts)
     top, exceeded = scale_maximum(rates.values()) if rates else (1.0, False)
@@ -67,10 +61,10 @@ def _draw_heat_map(figure: Any, axes: Any, measured: Measurements, transport: st
     axes.set_title(f"bandwidth over {transport}")
     axes.set_xlabel("to")
     axes.set_ylabel("from")
-    size, every = 9 if len(hosts) <= 16 else 6, -(-len(hosts) // MAX_LABELS)
+    size, every = 9 if len(hosts) <= 16 else 6, -(-len(hosts) // 40)  # at most 40 names
     axes.set_xticks(range(0, len(hosts), every), hosts[::every], rotation=90, fontsize=size)
     axes.set_yticks(range(0, len(hosts), every), hosts[::every], fontsize=size)
-    for row, source in enumerate(hosts if len(hosts) <= MAX_CELL_NUMBERS else ()):
+    for row, source in enumerate(hosts if len(hosts) <= 12 else ()):  # numbers fit into the cells
         for column, target in enumerate(hosts):
             if (source, target) in rates:
                 value = cells[row][column]
@@ -80,8 +74,6 @@ def _draw_heat_map(figure: Any, axes: Any, measured: Measurements, transport: st
 
 def _draw_curves(axes: Any, measured: Measurements) -> None:
     """Draw the median of all links over a band from the fastest to the slowest."""
-    from matplotlib.ticker import LogLocator  # loaded with the figure
-
     kinds = (("alone", False, "alone"), ("together", False, "together"), ("together", True, "together, both ways"))
     for load, both, label in kinds:
         by_size: dict[int, list[float]] = {}

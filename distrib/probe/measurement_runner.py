@@ -31,9 +31,6 @@ from distrib.probe.settings import (
 from distrib.probe.stages import COLLECTIVE_START_SECONDS, Stage
 from distrib.units import format_size
 
-MPI_STREAM_BYTES = 8 << 20
-"""Message size of a stream over MPI without a curve."""
-
 
 class MeasurementRunner:
     """Runner of measurements: makes tasks for ranks, and records from their replies.
@@ -115,7 +112,7 @@ class MeasurementRunner:
         if stage.transport == "mpi":
             # A curve takes one half of the time, and the largest messages the other.
             seconds = most = stage.seconds / 2 if len(sizes) > 1 else stage.seconds
-            sizes = sizes or (MPI_STREAM_BYTES,)
+            sizes = sizes or (8 << 20,)
         source, target = pair
         return PairTask(
             number=self._next_number(),

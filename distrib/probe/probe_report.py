@@ -15,13 +15,7 @@ from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import PairMeasurement, ProbeStarted, Record
 from distrib.units import bit_rate_text, duration_text, format_duration, format_rate, format_size
 
-MAX_RATE_COLUMNS = 16
-"""Hosts up to which the heat map shows rates, on a wide terminal; for more hosts it shows tenths of the maximum."""
-
 CELL_WIDTH = 6
-MAX_OUTLIER_FACTOR = 1.5
-"""Multiple of the 95th percentile at which the color scale ends. Otherwise a few fast pairs would darken all other pairs."""
-
 SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -70,7 +64,7 @@ def rate_matrix(measured: Measurements, transport: str) -> dict[tuple[str, str],
 
 
 def heat_map(measured: Measurements, transport: str, width: int) -> Text:
-    """Draw the rates from each host (row) to each other host (column).
+    """Draw the rates from each host (row) to each other host (column): numbers for up to 16 hosts, else tenths of the maximum.
 
     Args:
         measured: The measurements.
@@ -88,7 +82,7 @@ def heat_map(measured: Measurements, transport: str, width: int) -> Text:
     unit, name = rate_unit(top)
     label = max(map(len, hosts))
     heads = [host[-CELL_WIDTH + 1 :] for host in _without_domains(hosts)]
-    wide = len(set(heads)) == len(heads) <= MAX_RATE_COLUMNS and label + CELL_WIDTH * len(hosts) <= width
+    wide = len(set(heads)) == len(heads) <= 16 and label + CELL_WIDTH * len(hosts) <= width
     if not wide and label + 2 * len(hosts) > width:
         return Text(f"bandwidth over {transport}: {len(hosts)} hosts need a wider terminal; use --plot FILE.png")
     alone = {(p.source, p.target) for p in measured.pairs if _kind_of_link(p) == (transport, "alone", False, "")}
@@ -128,7 +122,7 @@ def three_digits(value: float) -> str:
 
 
 def scale_maximum(rates: Iterable[float]) -> tuple[float, bool]:
-    """Choose the maximum of a color scale.
+    """Choose the maximum of a color scale. A few much faster pairs are beyond it, as they would darken all other pairs.
 
     Args:
         rates: Bytes per second of all links.
@@ -138,7 +132,7 @@ def scale_maximum(rates: Iterable[float]) -> tuple[float, bool]:
     """
     ordered = sorted(rates)
     usual = ordered[int(0.95 * (len(ordered) - 1))]
-    return (usual, True) if ordered[-1] > MAX_OUTLIER_FACTOR * usual else (ordered[-1], False)
+    return (usual, True) if ordered[-1] > 1.5 * usual else (ordered[-1], False)
 
 
 def rate_unit(top: float) -> tuple[float, str]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, Point
 from distrib.probe.records import GpuPcieLink, HostFacts, LoadPattern
 from distrib.probe.settings import Mode, Transport
 
-HELLO_TAG, SETUP_TAG, TASK_TAG, REPLY_TAG = 1, 2, 3, 4
+
+class MessageTag(enum.IntEnum):
+    """MPI tag of each message. Tags from 16 on are those of measurements (`bench.mpi`)."""
+
+    HELLO = 1
+    SETUP = 2
+    TASK = 3
+    REPLY = 4
 
 
 class ProbeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +41,7 @@ class ProbeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RankHello(msgspec.Struct, frozen=True, kw_only=True):
     """First message of a rank. The first rank of each host adds its facts and, by address, the ports it listens on."""
 
+    rank: int = 0
     facts: HostFacts | None = None
     ports: dict[str, int] = {}
     on_gpu: bool = False

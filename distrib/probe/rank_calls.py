@@ -9,11 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from distrib.probe.bench.polling import ProbeTimeout, wait
-from distrib.probe.protocol import REPLY_TAG, TASK_TAG, Measurement, RankTask, ShutdownTask, TaskReply
+from distrib.probe.protocol import Measurement, MessageTag, RankTask, ShutdownTask, TaskReply
 from distrib.probe.settings import ProbeTimeouts
-
-MAX_MISSED_REPLIES = 2
-"""After so many missed replies a rank gets no more tasks, until a late reply to its last one comes."""
 
 
 class TaskPerformer(Protocol):
@@ -49,12 +46,12 @@ class RankCalls:
         self._last_number: dict[int, int] = {}
 
     def is_unresponsive(self, rank: int) -> bool:
-        """Return True if a rank gets no more tasks.
+        """Return True if a rank missed two replies. It gets no more tasks until a late reply to its last one comes.
 
         Args:
             rank: The rank.
         """
-        return self._missed.get(rank, 0) >= MAX_MISSED_REPLIES
+        return self._missed.get(rank, 0) >= 2
 
     def call(self, tasks: Mapping[int, Measurement], timeout_seconds: float) -> dict[int, TaskReply]:
         """Have ranks do their tasks at the same time.
@@ -94,8 +91,8 @@ class RankCalls:
 
     def receive(self) -> Iterator[TaskReply]:
         """Receive the replies that have arrived, late ones included."""
-        while self._comm.iprobe(tag=REPLY_TAG):
-            reply = msgspec.msgpack.decode(self._comm.recv(tag=REPLY_TAG), type=TaskReply)
+        while self._comm.iprobe(tag=MessageTag.REPLY):
+            reply = msgspec.msgpack.decode(self._comm.recv(tag=MessageTag.REPLY), type=TaskReply)
             self.silent.discard(reply.rank)
             yield reply
 
@@ -127,4 +124,4 @@ class RankCalls:
         self.drain()
 
     def _send(self, rank: int, task: RankTask) -> None:
-        self._comm.send(msgspec.msgpack.encode(task), rank, TASK_TAG)
+        self._comm.send(msgspec.msgpack.encode(task), rank, MessageTag.TASK)

@@ -15,9 +15,6 @@ from distrib.probe.records import NO_REPLY, SharedLinkSides
 from distrib.probe.settings import LIMITS, Transport
 from distrib.probe.stages import Stage, alone_rounds
 
-CROSSING_SECONDS = 0.6
-"""Duration of the phase that measures an uplink: long, so that the start and end of streams have little effect."""
-
 MAX_SIDES_ATTEMPTS = 3
 """Attempts to find the sides of a shared link. Other processes on a host can disturb an attempt."""
 
@@ -98,9 +95,11 @@ class _SidesSearch:
         Returns:
             Fraction of the rate alone, by pair.
         """
+        # An uplink is measured for longer, so that the start and end of streams have little effect.
+        seconds = 0.6 if purpose == "crossing" else self._runner.settings.concurrent_seconds
         stage = Stage(
             key=f"sharing/{purpose}", title="hosts that share a link", transport=self._transport, load="sharing",
-            seconds=CROSSING_SECONDS if purpose == "crossing" else self._runner.settings.concurrent_seconds, phases=(phase,),
+            seconds=seconds, phases=(phase,),
         )  # fmt: skip
         numbers = {host: number for number, host in enumerate(self._runner.hosts.names)}
         parts = {}

@@ -21,20 +21,9 @@ GPUDIRECT_OFF_VALUES = "LOC", "0"
 TCP_STREAMS = 4
 """TCP connections per link. One fills links up to 10 Gb/s only, and cloud providers limit the rate of each."""
 
-KIB, MIB = 1024, 1024 * 1024
 
-
-def geometric_sizes(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
-    """List message sizes in geometric progression.
-
-    Args:
-        first: Smallest size in bytes.
-        last: Upper bound in bytes, included if the progression reaches it.
-        factor: Ratio of neighbouring sizes.
-
-    Returns:
-        Sizes in bytes, ascending.
-    """
+def _geometric_sizes(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
+    """List sizes from `first` to at most `last`."""
     sizes = [first]
     while sizes[-1] * factor <= last:
         sizes.append(sizes[-1] * factor)
@@ -58,6 +47,10 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficient of variation of the median at which a stream ends early."""
     sizes: tuple[int, ...]
     concurrent_sizes: tuple[int, ...]
+    large_seconds: tuple[float, float] = (1.0, 3.0)
+    """Minimum and maximum duration of a round of `concurrent_sizes`."""
+    large_budget_seconds: float = 8.0
+    """Duration of all these rounds."""
     collective_sizes: tuple[int, ...]
     collective_seconds: float
     both_ways: bool
@@ -73,14 +66,14 @@ QUICK = ProbeSettings(
 )  # fmt: skip
 DEFAULT = ProbeSettings(
     mode="default", gpu_copy_seconds=0.1, concurrent_seconds=0.2, alone_seconds=(0.15, 0.6), alone_budget_seconds=10.0,
-    pings=30, variation=0.01, sizes=geometric_sizes(8, 8 * MIB, 4), concurrent_sizes=(),
-    collective_sizes=geometric_sizes(KIB, 64 * MIB, 4), collective_seconds=6.0, both_ways=True, second_transport=True,
+    pings=30, variation=0.01, sizes=_geometric_sizes(8, 8 << 20, 4), concurrent_sizes=(),
+    collective_sizes=_geometric_sizes(1 << 10, 64 << 20, 4), collective_seconds=6.0, both_ways=True, second_transport=True,
     max_remeasured=24,
 )  # fmt: skip
 FULL = ProbeSettings(
     mode="full", gpu_copy_seconds=0.2, concurrent_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=5.6,
-    pings=30, variation=0.01, sizes=geometric_sizes(8, 4 * MIB),
-    concurrent_sizes=geometric_sizes(8 * MIB, 64 * MIB), collective_sizes=geometric_sizes(KIB, 256 * MIB),
+    pings=30, variation=0.01, sizes=_geometric_sizes(8, 4 << 20),
+    concurrent_sizes=_geometric_sizes(8 << 20, 64 << 20), collective_sizes=_geometric_sizes(1 << 10, 256 << 20),
     collective_seconds=13.5, both_ways=True, second_transport=True, max_remeasured=32,
 )  # fmt: skip
 MODES: dict[Mode, ProbeSettings] = {"quick": QUICK, "default": DEFAULT, "full": FULL}
@@ -132,6 +125,12 @@ class DiagnosisLimits(msgspec.Struct, frozen=True, kw_only=True):
     latency_factor: float = 2.0
     latency_increase_seconds: float = 50e-6
     """A latency is a regression if both this increase and `latency_factor` are exceeded."""
+    regressed_host_fraction: float = 0.8
+    """Fraction of its links that must be slower before a host is reported instead of the links."""
+    regressed_network_fraction: float = 0.95
+    """Fraction of all links that must be slower before the network is reported instead of hosts."""
+    one_thread_bytes_per_second: float = 12.5e9
+    """Rate of a NIC (100 Gb/s) above which TCP does not show it: one thread of the probe receives everything."""
 
 
 LIMITS = DiagnosisLimits()

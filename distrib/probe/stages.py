@@ -27,9 +27,6 @@ LINKS_DONE = "links"
 SECOND_PASS = "second pass"
 """Key of the stage that measures suspicious links again."""
 
-LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
-"""Minimum and maximum duration of a round of large messages, and the duration of all rounds."""
-
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the probe. `phases` are rounds of source and target hosts by number, for transfers only."""
@@ -125,13 +122,14 @@ def _large_message_stages(hosts: int, settings: ProbeSettings) -> list[Stage]:
     """Plan large messages in one direction: each pair alone if there is time, else all of a round at once."""
     rounds = schedule.round_robin(hosts)
     pairs = sum(map(len, rounds))
-    alone = pairs * LARGE_SECONDS[0] <= LARGE_BUDGET_SECONDS
-    share = LARGE_BUDGET_SECONDS / max(1, pairs if alone else len(rounds))
+    least, most = settings.large_seconds
+    alone = pairs * least <= settings.large_budget_seconds
+    share = settings.large_budget_seconds / max(1, pairs if alone else len(rounds))
     return [
         Stage(
             key=f"large/{number}", title=f"large messages, round {number + 1}", transport="mpi",
             load="alone" if alone else "together", phases=tuple((pair,) for pair in round_) if alone else (round_,),
-            seconds=min(max(share, LARGE_SECONDS[0]), LARGE_SECONDS[1]), sizes=settings.concurrent_sizes,
+            seconds=min(max(share, least), most), sizes=settings.concurrent_sizes,
         )
         for number, round_ in enumerate(rounds)
     ]  # fmt: skip

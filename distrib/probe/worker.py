@@ -28,9 +28,6 @@ from distrib.probe.records import NEARLY_NOTHING
 from distrib.probe.stages import COLLECTIVE_START_SECONDS
 from distrib.utils.cpus import CpuLoad
 
-START_DELAY_SECONDS = 0.015
-"""Time after a task at which concurrent streams start: all pairs are connected and have pinged an idle network by then."""
-
 
 class Worker:
     """The buffers, listeners and process group of one rank.
@@ -134,7 +131,8 @@ class Worker:
         return TaskReply(number=task.number, rank=self.rank, received=received)
 
     def _measure_tcp(self, task: PairTask, deadline: float) -> TaskReply:
-        starts = 0.0 if task.load == "alone" and not task.both_ways else time.monotonic() + START_DELAY_SECONDS
+        # Concurrent streams start 15 ms after the task: by then all pairs are connected and have pinged an idle network.
+        starts = 0.0 if task.load == "alone" and not task.both_ways else time.monotonic() + 0.015
         sends = task.source == self.rank or task.both_ways
         receives = task.target == self.rank or task.both_ways
         own, peer = task.addresses if task.source == self.rank else task.addresses[::-1]
@@ -144,7 +142,7 @@ class Worker:
             place = peer, self.setup.ports[peer]
             try:
                 sockets = tcp.connect_streams(own, place, self.setup.token, task.number, task.streams, deadline)
-                sent.append(tcp.send_stream(sockets, self._buffer("send", tcp.CHUNK_BYTES), deadline))
+                sent.append(tcp.send_stream(sockets, self._buffer("send", tcp.SETTINGS.chunk_bytes), deadline))
             except Exception as error:
                 sent.append(error)
 
@@ -157,7 +155,7 @@ class Worker:
         if receives:
             sockets = self.listeners[own].accept(self.setup.token, task.number, task.streams, deadline)
             received = tcp.receive_stream(
-                sockets, self._buffer("receive", tcp.CHUNK_BYTES), deadline,
+                sockets, self._buffer("receive", tcp.SETTINGS.chunk_bytes), deadline,
                 pings=task.pings, seconds=task.seconds, variation=task.variation, max_seconds=task.max_seconds, starts=starts,
             )  # fmt: skip
         if thread:

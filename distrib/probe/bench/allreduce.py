@@ -23,16 +23,6 @@ from distrib.probe.protocol import AllReduceTask, first_line
 from distrib.training import rendezvous
 from distrib.training.world import World, find_device
 
-MIN_REPETITIONS, MAX_REPETITIONS = 2, 20
-REPEAT_SECONDS = 0.1
-"""Duration of the repetitions of one size, of which at least `MIN_REPETITIONS` are made."""
-
-SHORT_SECONDS, BURST = 1e-3, 10
-"""On a GPU, shorter all-reduces are launched in bursts, as in training and nccl-tests: waiting for one takes as long as it does."""
-
-ALL_HOSTS_FRACTION, MIN_SECONDS = 0.8, 0.5
-"""Fraction of the time for all hosts, and the minimum for each count of hosts."""
-
 
 class AllReduceBenchmark:
     """All-reduce benchmark: a torch process group over ranks of the probe.
@@ -83,14 +73,14 @@ class AllReduceBenchmark:
         found: list[Collective] = []
         names = list(dict.fromkeys(self.hosts))
         left = task.seconds
-        # All hosts first, with most of the time: jobs run on them.
+        # All hosts first, with most of the time, as jobs run on them. Each count of hosts gets at least half a second.
         for position, count in enumerate(sorted(task.host_counts, reverse=True)):
             hosts = tuple(names[:count])
             members = [rank for rank, host in enumerate(self.hosts) if host in hosts]
             group = dist.new_group(members, timeout=self._timeout)  # torch's default: 10 to 30 minutes
             if self.world.rank in members:
-                share = ALL_HOSTS_FRACTION * left if not position else left / (len(task.host_counts) - position)
-                points = self._measure_sizes(data, task.sizes, group, max(MIN_SECONDS, share))
+                share = 0.8 * left if not position else left / (len(task.host_counts) - position)
+                points = self._measure_sizes(data, task.sizes, group, max(0.5, share))
                 left -= sum(spent for _, spent in points)
                 if self.world.rank == 0:
                     found.append(
@@ -124,7 +114,8 @@ class AllReduceBenchmark:
         for position, size in enumerate(sizes):
             expected = last * size / sizes[max(0, position - 1)]
             wanted = plan_repetitions(expected, left, [larger / size for larger in sizes[position + 1 :]])
-            burst = BURST if self.device.type == "cuda" and expected < SHORT_SECONDS else 1
+            # Waiting for a short all-reduce on a GPU takes as long as it does: ten at once, as in training and nccl-tests.
+            burst = 10 if self.device.type == "cuda" and expected < 1e-3 else 1
             order = torch.tensor([wanted, burst], device=self.device)
             dist.broadcast(order, 0, group=group)
             repetitions, burst = order.tolist()
@@ -157,7 +148,7 @@ def _raise_first_problem(problems: Sequence[str]) -> None:
 
 
 def plan_repetitions(expected_seconds: float, left_seconds: float, larger: Sequence[float]) -> int:
-    """Compute the number of repetitions of a size; 0 if the time left is too short.
+    """Compute the number of repetitions of a size: 0.1 s, 2 to 20 of them; 1 or 0 if the time left is too short.
 
     Args:
         expected_seconds: Expected duration of one repetition.
@@ -167,7 +158,7 @@ def plan_repetitions(expected_seconds: float, left_seconds: float, larger: Seque
     Returns:
         The number of repetitions.
     """
-    wanted = max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(REPEAT_SECONDS / max(expected_seconds, 1e-6))))
+    wanted = max(2, min(20, int(0.1 / max(expected_seconds, 1e-6))))
     kept = 0.0
     for times in larger:
         if expected_seconds * (1 + kept + times) > left_seconds:

@@ -12,22 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 from distrib.cluster.measurements import IntraNodeLinkMeasurement
 from distrib.probe.bench import statistics
 from distrib.probe.protocol import first_line
 from distrib.utils.cpus import read_cpu_list
 
-MEMORY_BYTES = 64 << 20
-GPU_BYTES = 64 << 20
-REPETITIONS = 8
-COPIES_PER_EVENT = 4
-"""Copies timed together on a GPU, as launching one takes microseconds."""
+COPY_BYTES = 64 << 20
+"""Size of each copy, larger than the caches of most CPUs."""
 
+REPETITIONS = 8
 HIDDEN_GPUS = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs; Slurm sets the last."""
-
-WARM_UP_COPIES = 3
-"""Copies that wake the GPU and enable peer access, and are not timed."""
 
 
 def measure_host(
@@ -47,9 +44,8 @@ def measure_host(
     """
     found = [_measure_memory(host)] if memory else []
     problems: tuple[str, ...] = ()
-    # /dev/dxg is a GPU's device under WSL. torch is imported only on hosts with GPUs, as that takes seconds.
-    if any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
-        import torch
+    if any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):  # the latter under WSL
+        import torch  # takes seconds, on hosts with GPUs only
 
         if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN_GPUS:
             try:
@@ -65,15 +61,15 @@ def measure_host(
 
 
 def _measure_memory(host: str) -> IntraNodeLinkMeasurement:
-    """Measure one thread's copies, larger than the caches of most CPUs."""
-    source, target = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
+    """Measure one thread's copies."""
+    source, target = memoryview(bytearray(COPY_BYTES)), memoryview(bytearray(COPY_BYTES))
     target[:] = source
     source[:] = target  # unwritten memory is a single zero page, which is read from the cache
     rates = []
     for _ in range(REPETITIONS):
         begun = time.perf_counter()
         target[:] = source
-        rates.append(MEMORY_BYTES / (time.perf_counter() - begun))
+        rates.append(COPY_BYTES / (time.perf_counter() - begun))
     return _copy_link(host, "memory", "memory", "memory", rates)
 
 
@@ -98,8 +94,8 @@ def measure_gpu_copies(
     for name, index in gpus.items():
         try:
             with _near_gpu(torch, index):
-                pinned = torch.empty(GPU_BYTES, dtype=torch.uint8, pin_memory=True)
-            here = [torch.empty(GPU_BYTES, dtype=torch.uint8, device=f"cuda:{index}") for _ in range(2)]
+                pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+            here = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{index}") for _ in range(2)]
             buffers[name] = here[0], here[1], pinned
         except RuntimeError as error:
             problems.setdefault(first_line(error), name)
@@ -126,8 +122,6 @@ def measure_gpu_copies(
 
 def _nvml_handle(torch: Any, index: int) -> Any:
     """Return NVML's handle of a GPU by torch's index."""
-    import pynvml
-
     pynvml.nvmlInit()
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
@@ -136,8 +130,6 @@ def _gpu_numbers(torch: Any) -> list[int]:
     """Return NVML's indices of torch's GPUs, as in nvidia-smi and topology files; torch's own if NVML fails."""
     count = torch.cuda.device_count()
     with contextlib.suppress(Exception):
-        import pynvml
-
         numbers = [int(pynvml.nvmlDeviceGetIndex(_nvml_handle(torch, index))) for index in range(count)]
         if len(set(numbers)) == count:
             return numbers
@@ -149,8 +141,6 @@ def _near_gpu(torch: Any, index: int) -> Iterator[None]:
     """Allocate memory on the NUMA node of a GPU, to which its rank is bound in training."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(Exception):
-        import pynvml
-
         bus = pynvml.nvmlDeviceGetPciInfo(_nvml_handle(torch, index)).busId
         bus = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]
         os.sched_setaffinity(0, read_cpu_list(Path(f"/sys/bus/pci/devices/{bus}/local_cpulist")) & before or before)
@@ -166,20 +156,21 @@ def _time_copies(torch: Any, device: int, target: Any, source: Any, seconds: flo
     spent = 0.0
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream()
-        for _ in range(WARM_UP_COPIES):
+        for _ in range(3):  # wake the GPU and enable peer access
             target.copy_(source, non_blocking=True)
         stream.synchronize()
         while not rates or (len(rates) < REPETITIONS and spent < seconds):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             target.copy_(source, non_blocking=True)  # keeps the GPU busy while the timed copies are launched
             begin.record(stream)
-            for _ in range(COPIES_PER_EVENT):
+            together = 4  # as launching one copy takes microseconds
+            for _ in range(together):
                 target.copy_(source, non_blocking=True)
             end.record(stream)
             end.synchronize()
             taken = begin.elapsed_time(end) / 1000
             spent += taken
-            rates.append(COPIES_PER_EVENT * GPU_BYTES / taken)
+            rates.append(together * COPY_BYTES / taken)
     return rates
 
 
@@ -190,8 +181,6 @@ def _peer_path(torch: Any, source: int, target: int) -> str:
     if not torch.cuda.can_device_access_peer(source, target):
         return "through memory"
     with contextlib.suppress(Exception):
-        import pynvml
-
         handles = [_nvml_handle(torch, index) for index in (source, target)]
         state = pynvml.nvmlDeviceGetP2PStatus(*handles, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if state == pynvml.NVML_P2P_STATUS_OK:

@@ -10,36 +10,40 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from distrib.cluster.measurements import Point
 from distrib.probe.bench import statistics
-from distrib.probe.bench.polling import SLEEP_SECONDS, SPIN_SECONDS, ProbeTimeout, wait
+from distrib.probe.bench.polling import ProbeTimeout, wait, yield_cpu
 from distrib.probe.records import STREAM_STALLED
 
-FIRST_TAG = 16
-"""Each exchange has its own tags: messages of an abandoned one are never received by another."""
 
-MAX_PING_BYTES = 1024
-"""Up to this size, the time of a message is half a round trip; beyond it, the latency plus the time of a stream's message."""
+class MpiBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of exchanges over MPI."""
 
-MAX_BLOCK_BYTES, MAX_BLOCK_MESSAGES = 256 << 10, 128
-WARM_UP_BYTES = 384 << 10
-LARGE_BYTES, LARGE_WARM_UP_SECONDS = 1 << 20, 0.22
-"""Warm-up before large messages. A connection that was idle for 10 s spends its first 0.2 s under BBR with four packets in flight
-(tcp_bbr.c, BBR_PROBE_RTT)."""
+    max_ping_bytes: int = 1024
+    """Up to this size, a message takes half a round trip; beyond it, the latency plus the time of a stream's message."""
+    block_bytes: int = 256 << 10
+    block_messages: int = 128
+    """Maximum size of a block: the messages that are requested at once."""
+    warm_up_bytes: int = 384 << 10
+    """Data that opens the TCP windows before a stream, and does not count."""
+    large_bytes: int = 1 << 20
+    large_warm_up_seconds: float = 0.22
+    """Warm-up before messages of `large_bytes` or more. A connection that was idle for 10 s spends its first 0.2 s under BBR with
+    four packets in flight (tcp_bbr.c, BBR_PROBE_RTT)."""
+    max_blocks: int = 1000
+    max_prolongation: int = 3
+    """Multiple of its duration that a stream may take until its variation is reached."""
+    single_block_seconds: float = 0.015
+    """Blocks that take longer may be timed once only, except for the largest size."""
+    single_largest_seconds: float = 0.25
+    """Blocks of the largest size that take longer are timed once."""
 
-MAX_BLOCKS = 1000
-MAX_PROLONGATION = 3
-"""A stream may take so many times its duration until its variation is reached."""
 
-SINGLE_BLOCK_SECONDS = 0.015
-"""Blocks that take longer may be timed once only, except for the largest size."""
-
-SINGLE_LARGEST_SECONDS = 0.25
-"""Blocks of the largest size that take longer are timed once."""
+SETTINGS = MpiBenchSettings()
 
 
 class MpiCurve(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +75,10 @@ class MpiSender:
     """
 
     def __init__(self, comm: Any, peer: int, exchange: int, buffer: memoryview) -> None:
-        from mpi4py import MPI
-
-        self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
-        self._tags = exchange_tags(exchange)
+        self._comm, self._peer, self._buffer = comm, peer, buffer
+        self._tags = _ExchangeTags(exchange)
         self._slot = bytearray(64)
-        self._request_receive = comm.Irecv([self._slot, MPI.BYTE], peer, self._tags.request)
+        self._request_receive = comm.Irecv(self._slot, peer, self._tags.request)
         self._under_way: deque[Any] = deque()
         self._echo: MessageRequest | None = None
         self._left = 0
@@ -98,8 +100,8 @@ class MpiSender:
             if not request.count:
                 self._ended = True
             else:
-                self._request_receive = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, self._tags.request)
-                part = [self._buffer[: request.size], self._mpi.BYTE]
+                self._request_receive = self._comm.Irecv(self._slot, self._peer, self._tags.request)
+                part = self._buffer[: request.size]
                 if request.echo:
                     self._echo, self._left = request, request.count
                     self._expect()
@@ -111,9 +113,7 @@ class MpiSender:
 
     def _expect(self) -> None:
         assert self._echo
-        self._incoming = self._comm.Irecv(
-            [self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags.ping
-        )
+        self._incoming = self._comm.Irecv(self._buffer[: self._echo.size], self._peer, self._tags.ping)
 
     def _answer(self) -> None:
         assert self._echo
@@ -121,7 +121,7 @@ class MpiSender:
             return
         self.active = time.monotonic()
         self._left -= 1
-        answer = [self._buffer[: self._echo.size], self._mpi.BYTE]
+        answer = self._buffer[: self._echo.size]
         self._under_way.append(self._comm.Isend(answer, self._peer, self._tags.answer))
         if self._left:
             self._expect()
@@ -142,12 +142,10 @@ class MpiReceiver:
     def __init__(
         self, comm: Any, peer: int, exchange: int, buffer: memoryview, deadline: float, sender: MpiSender | None = None
     ) -> None:
-        from mpi4py import MPI
-
-        self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
+        self._comm, self._peer, self._buffer = comm, peer, buffer
         self._deadline = deadline
         self._sender = sender
-        self._tags = exchange_tags(exchange)
+        self._tags = _ExchangeTags(exchange)
         self._requests: deque[tuple[Any, bytearray]] = deque()
         self._block: list[Any] = []
         self.round_trip_seconds = 0.0
@@ -169,7 +167,7 @@ class MpiReceiver:
         """
         warm = 3
         self._request(MessageRequest(size, repetitions + warm, echo=True))
-        part = [self._buffer[:size], self._mpi.BYTE]
+        part = self._buffer[:size]
         trips = []
         for _ in range(repetitions + warm):
             back = self._comm.Irecv(part, self._peer, self._tags.answer)
@@ -197,19 +195,19 @@ class MpiReceiver:
         Returns:
             Summary in seconds per message.
         """
-        each = max(1, min(MAX_BLOCK_MESSAGES, MAX_BLOCK_BYTES // size))
-        # Not timed: TCP windows open, bursts pass.
-        warm = min(size, WARM_UP_BYTES)
-        self._take(warm, max(1, min(MAX_BLOCK_MESSAGES, WARM_UP_BYTES // warm)))
+        each = max(1, min(SETTINGS.block_messages, SETTINGS.block_bytes // size))
+        warm = min(size, SETTINGS.warm_up_bytes)
+        self._take(warm, max(1, min(SETTINGS.block_messages, SETTINGS.warm_up_bytes // warm)))
+        single_seconds = SETTINGS.single_largest_seconds if largest else SETTINGS.single_block_seconds
         spans: list[float] = []
         begun = before = now = time.perf_counter()
         while (
             not spans
-            or (len(spans) < 2 and spans[0] < (SINGLE_LARGEST_SECONDS if largest else SINGLE_BLOCK_SECONDS))
-            or (now - begun + spans[-1] / 2 < seconds and len(spans) < MAX_BLOCKS)
+            or (len(spans) < 2 and spans[0] < single_seconds)
+            or (now - begun + spans[-1] / 2 < seconds and len(spans) < SETTINGS.max_blocks)
             or (
                 variation is not None
-                and now - begun + spans[-1] / 2 < MAX_PROLONGATION * seconds
+                and now - begun + spans[-1] / 2 < SETTINGS.max_prolongation * seconds
                 and statistics.summarize(spans).median_variation > variation
             )
         ):
@@ -255,16 +253,17 @@ class MpiReceiver:
 
     def _request(self, request: MessageRequest) -> None:
         slot = bytearray(msgspec.msgpack.encode(request).ljust(64, b"\0"))
-        self._requests.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, self._tags.request), slot))
+        self._requests.append((self._comm.Isend(slot, self._peer, self._tags.request), slot))
         while self._requests[0][0].Test() and len(self._requests) > 1:
             self._requests.popleft()
 
     def _take(self, size: int, count: int) -> None:
         """Request a block of messages and wait for it."""
-        part = [self._buffer[:size], self._mpi.BYTE]
+        part = self._buffer[:size]
         self._block = [self._comm.Irecv(part, self._peer, self._tags.data) for _ in range(count)]
         self._request(MessageRequest(size, count))
-        self._spin_all(self._block, STREAM_STALLED)
+        all_arrived = self._block[0].Testall  # a class method
+        self._wait(lambda: bool(all_arrived(self._block)), STREAM_STALLED)
 
     def _spin(self, request: Any, what: str) -> None:
         if self._sender:
@@ -277,13 +276,6 @@ class MpiReceiver:
             if checks & 255 == 0 and time.monotonic() > self._deadline:
                 self._wait(lambda: bool(request.Test()), what)
 
-    def _spin_all(self, requests: Sequence[Any], what: str) -> None:
-        if len(requests) == 1:
-            request = requests[0]
-            self._wait(lambda: bool(request.Test()), what)
-        else:
-            self._wait(lambda: bool(self._mpi.Request.Testall(requests)), what)
-
     def _wait(self, ready: Any, what: str) -> None:
         def step() -> bool:
             if self._sender:
@@ -293,23 +285,14 @@ class MpiReceiver:
         wait(step, self._deadline, what)
 
 
-class ExchangeTags(NamedTuple):
-    """MPI tags of an exchange. Both ends may be receivers, so pings and their echoes differ."""
+class _ExchangeTags:
+    """MPI tags of one exchange: no other exchange receives messages of an abandoned one.
 
-    request: int
-    data: int
-    ping: int
-    answer: int
-
-
-def exchange_tags(exchange: int) -> ExchangeTags:
-    """Return the tags of an exchange.
-
-    Args:
-        exchange: Its number.
+    Both ends may be receivers, so pings and their echoes differ. Lower tags are those of `protocol`.
     """
-    first = FIRST_TAG + 4 * exchange
-    return ExchangeTags(first, first + 1, first + 2, first + 3)
+
+    def __init__(self, exchange: int) -> None:
+        self.request, self.data, self.ping, self.answer = range(16 + 4 * exchange, 20 + 4 * exchange)
 
 
 def serve_receiver(sender: MpiSender, deadline: float) -> None:
@@ -326,10 +309,7 @@ def serve_receiver(sender: MpiSender, deadline: float) -> None:
         now = time.monotonic()
         if now > deadline:
             raise ProbeTimeout("the receiver did not end the exchange")
-        if now - sender.active < SPIN_SECONDS:
-            os.sched_yield()
-        else:
-            time.sleep(SLEEP_SECONDS)
+        yield_cpu(now - sender.active)
 
 
 def measure_curve(
@@ -357,11 +337,11 @@ def measure_curve(
     receiver.round_trip_seconds = 2 * latency.median
     points = []
     last: statistics.SampleSummary | None = None
-    streamed = [size for size in sizes if size > MAX_PING_BYTES]
-    if streamed and streamed[0] >= LARGE_BYTES and not receiver.sends:
-        receiver.stream(LARGE_BYTES, LARGE_WARM_UP_SECONDS)
+    streamed = [size for size in sizes if size > SETTINGS.max_ping_bytes]
+    if streamed and streamed[0] >= SETTINGS.large_bytes and not receiver.sends:
+        receiver.stream(SETTINGS.large_bytes, SETTINGS.large_warm_up_seconds)
     for size in sizes:
-        if size <= MAX_PING_BYTES:
+        if size <= SETTINGS.max_ping_bytes:
             trip = receiver.half_round_trip(size, max(10, pings // 2)) if size != 8 else latency
             points.append(Point(size, trip.median, trip.variation))
             continue

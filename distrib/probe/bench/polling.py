@@ -6,12 +6,6 @@ import os
 import time
 from collections.abc import Callable
 
-SPIN_SECONDS = 0.0004
-"""Polls yield the CPU, but do not sleep, for this long: small messages arrive within microseconds."""
-
-SLEEP_SECONDS, MAX_SLEEP_SECONDS = 0.0001, 0.002
-"""Sleep between later polls, and its maximum while nothing is expected soon."""
-
 
 class ProbeTimeout(Exception):
     """An expected message or state did not come in time."""
@@ -30,15 +24,25 @@ def wait(ready: Callable[[], bool], deadline: float, what: str, *, idle: bool = 
         ProbeTimeout: The deadline passed.
     """
     begun = time.monotonic()
-    nap = 2 * SLEEP_SECONDS if idle else SLEEP_SECONDS
+    nap = 0.0002
     while not ready():
         now = time.monotonic()
         if now > deadline:
             raise ProbeTimeout(what)
         if idle:
             time.sleep(nap)
-            nap = min(nap * 1.5, MAX_SLEEP_SECONDS)
-        elif now - begun < SPIN_SECONDS:
-            os.sched_yield()
+            nap = min(nap * 1.5, 0.002)
         else:
-            time.sleep(nap)
+            yield_cpu(now - begun)
+
+
+def yield_cpu(waited_seconds: float) -> None:
+    """Let other processes run before the next poll: without sleep for 0.4 ms, as small messages arrive within microseconds.
+
+    Args:
+        waited_seconds: Time since the first poll, or since the last message.
+    """
+    if waited_seconds < 0.0004:
+        os.sched_yield()
+    else:
+        time.sleep(0.0001)

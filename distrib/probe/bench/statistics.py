@@ -11,12 +11,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-OUTLIER_DEVIATIONS = 5.0
-"""Robust standard deviations from the median beyond which a repetition is an outlier."""
-
-MIN_OUTLIER_FRACTION = 0.01
-"""Repetitions within this fraction of the median are never outliers."""
-
 MAD_TO_DEVIATION = 1.4826
 """Median absolute deviation to standard deviation, for normal errors (Rousseeuw and Croux, 1993)."""
 
@@ -47,7 +41,8 @@ def summarize(values: Sequence[float]) -> SampleSummary:
     """
     median = statistics.median(values)
     spread = MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in values)
-    limit = max(OUTLIER_DEVIATIONS * spread, MIN_OUTLIER_FRACTION * median)
+    # Outliers are more than five deviations from the median, and more than 1 % of it.
+    limit = max(5 * spread, 0.01 * median)
     kept = [value for value in values if abs(value - median) <= limit]
     mean = statistics.fmean(kept)
     variation = statistics.stdev(kept) / mean if len(kept) > 1 and mean else 0.0

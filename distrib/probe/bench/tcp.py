@@ -23,30 +23,36 @@ from distrib.utils.cpus import CpuLoad
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sQI")
-CHUNK_BYTES = 1 << 20
-LOW_WATER_BYTES = 128 << 10
-"""The kernel wakes the receiver when this much has arrived, not for every packet."""
-
-SKIP_BYTES = 512 << 10
-SKIP_SECONDS = 0.03
-"""The start of a stream that is left out: bursts, and the queue of the previous stream in the switch."""
-
-MIN_STREAM_BYTES = 2 << 20
-SLOW_LINK_FACTOR = 6
-"""A stream of fewer bytes than `MIN_STREAM_BYTES` may take so many times its duration."""
-
-WINDOWS = 12
-SKIP_PINGS = 3
 PING, START = b"distrib!", b"go ahead"  # equal length
-CHECK_SECONDS = 0.05
-CONNECT_SECONDS = 3.5
-"""Timeout of a connection. The kernel repeats SYN after 1 s and 3 s."""
 
-ACCEPT_SECONDS = CONNECT_SECONDS + 1.0
-"""The receiver's timeout for connections: it does not learn that its sender could not connect."""
 
-_TOTAL_RETRANS_OFFSET, _PATH_MTU_OFFSET = 100, 60
-"""Offsets of tcpi_total_retrans and tcpi_pmtu in `struct tcp_info` (linux/tcp.h)."""
+class TcpBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of streams over TCP."""
+
+    chunk_bytes: int = 1 << 20
+    """Buffer of one call of send or recv."""
+    low_water_bytes: int = 128 << 10
+    """The kernel wakes the receiver when this much has arrived, not for every packet."""
+    skip_bytes: int = 512 << 10
+    skip_seconds: float = 0.03
+    """Start of a stream that does not count: bursts, and the queue of the previous stream in the switch."""
+    min_stream_bytes: int = 2 << 20
+    """Bytes that a stream transfers even if that takes longer than planned."""
+    slow_link_factor: int = 6
+    """Maximum duration of a stream of fewer bytes, as a multiple of the planned one."""
+    windows: int = 12
+    """Windows of equal duration, each of which is a repetition of the measurement."""
+    skip_pings: int = 3
+    """Round trips that warm the connection up and do not count."""
+    poll_seconds: float = 0.05
+    """Maximum time between two checks of the deadline and of the end of a stream."""
+    connect_seconds: float = 3.5
+    """Timeout of a connection. The kernel repeats SYN after 1 s and 3 s."""
+    accept_seconds: float = 4.5
+    """Timeout of the receiver for connections. It does not learn that its sender could not connect."""
+
+
+SETTINGS = TcpBenchSettings()
 
 
 class ReceivedStream(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +79,11 @@ class ProbeListener:
 
     Args:
         address: The local address; the kernel chooses the port.
+        accept_seconds: Timeout for the connections of one task.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, accept_seconds: float = SETTINGS.accept_seconds) -> None:
+        self._accept_seconds = accept_seconds
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         self.socket = socket.create_server((address, 0), family=family, backlog=256)
         self.port: int = self.socket.getsockname()[1]
@@ -95,7 +103,7 @@ class ProbeListener:
         Raises:
             ProbeTimeout: Not all connections came in time.
         """
-        deadline = min(deadline, time.monotonic() + ACCEPT_SECONDS)
+        deadline = min(deadline, time.monotonic() + self._accept_seconds)
         found: dict[int, socket.socket] = {}
         try:
             while len(found) < streams:
@@ -139,7 +147,7 @@ def connect_streams(
     made: list[socket.socket] = []
     try:
         for index in range(streams):
-            timeout = min(CONNECT_SECONDS, _remaining(deadline, "connecting"))
+            timeout = min(SETTINGS.connect_seconds, _remaining(deadline, "connecting"))
             sock = socket.create_connection(place, timeout=timeout, source_address=(own, 0))
             made.append(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -172,7 +180,7 @@ def send_stream(sockets: Sequence[socket.socket], buffer: memoryview, deadline: 
             if _receive_exactly(first, message) == START:
                 break
             first.sendall(message)
-        return _send_until_closed(sockets, buffer[:CHUNK_BYTES], deadline)
+        return _send_until_closed(sockets, buffer[: SETTINGS.chunk_bytes], deadline)
     finally:
         _close(sockets)
 
@@ -184,7 +192,7 @@ def _send_until_closed(sockets: Sequence[socket.socket], chunk: memoryview, dead
             selector.register(sock, selectors.EVENT_WRITE)
         load = CpuLoad()
         while True:
-            timeout = min(CHECK_SECONDS, _remaining(deadline, "the receiver did not close the stream"))
+            timeout = min(SETTINGS.poll_seconds, _remaining(deadline, "the receiver did not close the stream"))
             for key, _ in selector.select(timeout):
                 try:
                     key.fileobj.send(chunk)  # type: ignore[union-attr]
@@ -231,9 +239,8 @@ def receive_stream(
         time.sleep(max(0.0, starts - time.monotonic()))
         sockets[0].sendall(START)
         load = CpuLoad()
-        rates = (
-            _receive_rates(sockets, buffer[:CHUNK_BYTES], deadline, seconds, variation, max_seconds) if seconds else []
-        )
+        chunk = buffer[: SETTINGS.chunk_bytes]
+        rates = _receive_rates(sockets, chunk, deadline, seconds, variation, max_seconds) if seconds else []
         return ReceivedStream(
             latency_seconds=latency_seconds,
             rate=statistics.summarize(rates) if rates else None,
@@ -248,15 +255,15 @@ def _ping(sock: socket.socket, pings: int, starts: float, deadline: float) -> fl
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     trips = []
     message = bytearray(len(PING))
-    for number in range(pings + SKIP_PINGS if pings else 0):
-        if starts and number > SKIP_PINGS and time.monotonic() > starts:
+    for number in range(pings + SETTINGS.skip_pings if pings else 0):
+        if starts and number > SETTINGS.skip_pings and time.monotonic() > starts:
             break
         sock.settimeout(_remaining(deadline, "no reply to a ping"))
         begun = time.perf_counter()
         sock.sendall(PING)
         _receive_exactly(sock, message)
         trips.append((time.perf_counter() - begun) / 2)
-    return statistics.summarize(trips[SKIP_PINGS:]).median if pings else None
+    return statistics.summarize(trips[SETTINGS.skip_pings :]).median if pings else None
 
 
 def _receive_rates(
@@ -268,11 +275,11 @@ def _receive_rates(
     max_seconds: float,
 ) -> list[float]:
     """Receive a stream. Returns bytes per second in equal windows."""
-    skip = min(SKIP_SECONDS, seconds / 3)
+    skip = min(SETTINGS.skip_seconds, seconds / 3)
     with selectors.DefaultSelector() as selector:
         for sock in sockets:
             sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LOW_WATER_BYTES // len(sockets))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, SETTINGS.low_water_bytes // len(sockets))
             selector.register(sock, selectors.EVENT_READ)
         total = 0
         stamps: list[tuple[float, int]] = []
@@ -280,25 +287,27 @@ def _receive_rates(
         ends = begun + seconds
         waited = 0.0
         while True:
-            ready = selector.select(min(CHECK_SECONDS, _remaining(deadline, STREAM_STALLED)))
+            ready = selector.select(min(SETTINGS.poll_seconds, _remaining(deadline, STREAM_STALLED)))
             for key, _ in ready:
                 total += _receive_some(key.fileobj, chunk)  # type: ignore[arg-type]
             now = time.perf_counter()
-            waited += min(now - polled, 2 * CHECK_SECONDS)  # a suspended machine has not waited for data
+            waited += min(now - polled, 2 * SETTINGS.poll_seconds)  # a suspended machine has not waited for data
             polled = now
             if ready:
                 stamps.append((now, total))
             if now < ends:
                 continue
-            rates = statistics.stream_rates(stamps, skip_bytes=SKIP_BYTES, skip_seconds=skip, windows=WINDOWS)
-            few = len(rates) < 3 or total < SKIP_BYTES + MIN_STREAM_BYTES
-            if few and waited < max(max_seconds, SLOW_LINK_FACTOR * seconds):
+            rates = statistics.stream_rates(
+                stamps, skip_bytes=SETTINGS.skip_bytes, skip_seconds=skip, windows=SETTINGS.windows
+            )
+            few = len(rates) < 3 or total < SETTINGS.skip_bytes + SETTINGS.min_stream_bytes
+            if few and waited < max(max_seconds, SETTINGS.slow_link_factor * seconds):
                 continue
             if variation is None or not rates or now - begun >= max_seconds:
                 return rates
             if statistics.summarize(rates).median_variation <= variation:
                 return rates
-            ends = now + CHECK_SECONDS
+            ends = now + SETTINGS.poll_seconds
 
 
 def _receive_some(sock: socket.socket, chunk: memoryview) -> int:
@@ -314,10 +323,10 @@ def _receive_some(sock: socket.socket, chunk: memoryview) -> int:
 def _read_counters(sockets: Sequence[socket.socket], busy: float) -> SentStream:
     retransmits, mtu = 0, None
     for sock in sockets:
-        with contextlib.suppress(OSError, struct.error):
+        with contextlib.suppress(OSError, struct.error):  # offsets in `struct tcp_info` (linux/tcp.h)
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            retransmits += struct.unpack_from("=I", info, _TOTAL_RETRANS_OFFSET)[0]
-            mtu = struct.unpack_from("=I", info, _PATH_MTU_OFFSET)[0] or mtu
+            retransmits += struct.unpack_from("=I", info, 100)[0]  # tcpi_total_retrans
+            mtu = struct.unpack_from("=I", info, 60)[0] or mtu  # tcpi_pmtu
     return SentStream(retransmits=retransmits, path_mtu=mtu, busy=busy)
 
 

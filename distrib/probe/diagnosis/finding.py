@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -29,6 +29,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Measured over expected rate; of an uplink, the rate that its hosts can send over the rate they got."""
     loss: float = 0.0
     """Rank among findings of one severity, 0 to 1: the estimated fraction of speed that a job over all hosts loses."""
+
+
+def first_of(texts: Sequence[str]) -> str:
+    """Join the first six texts, with the number of further ones.
+
+    Args:
+        texts: Descriptions of links or groups.
+    """
+    return ", ".join(texts[:6]) + f" and {len(texts) - 6} more" * (len(texts) > 6)
 
 
 def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:

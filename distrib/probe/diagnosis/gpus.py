@@ -12,9 +12,6 @@ from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.settings import LIMITS
 from distrib.units import format_rate, format_size
 
-MIN_COPIES = 3
-"""Comparable copies that define a median."""
-
 GpuName = tuple[str, str]
 """Host and GPU, such as `("n1", "gpu0")`."""
 
@@ -80,7 +77,7 @@ def find_slow_gpu_copies(inputs: DiagnosisInputs) -> Iterator[Finding]:
     slow: dict[GpuName, list[tuple[float, IntraNodeLinkMeasurement, list[IntraNodeLinkMeasurement]]]] = {}
     for comparable in _comparable_copies(inputs):
         median = statistics.median(link.bandwidth_bytes_per_second for link in comparable)
-        for link in comparable if len(comparable) >= MIN_COPIES else ():
+        for link in comparable if len(comparable) > 2 else ():
             ratio = link.bandwidth_bytes_per_second / median
             if ratio < LIMITS.severe_fraction:
                 gpu = link.source if link.source != "memory" else link.target

@@ -6,13 +6,9 @@ import statistics
 from collections.abc import Iterator
 
 from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, LinkRates
-from distrib.probe.diagnosis.finding import Finding
-from distrib.probe.diagnosis.oversubscription import MAX_LISTED
+from distrib.probe.diagnosis.finding import Finding, first_of
 from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
-
-HEADER_BYTES = 52
-"""IP and TCP headers with time stamps, in each packet."""
 
 
 def find_noisy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
@@ -61,8 +57,7 @@ def find_lossy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
         return
     fraction = statistics.median(fractions[pair] for pair in lossy)
     common = {*lossy[0]}.intersection(*lossy) if len(lossy) > 2 else set()
-    listed = ", ".join(f"{source} to {target}" for source, target in lossy[:MAX_LISTED])
-    listed += f" and {len(lossy) - MAX_LISTED} more" * (len(lossy) > MAX_LISTED)
+    listed = first_of([f"{source} to {target}" for source, target in lossy])
     hosts = tuple(host for host in inputs.hosts if (host in common if common else any(host in p for p in lossy)))
     source, target = lossy[0] if len(lossy) == 1 else (None, None)
     yield Finding(
@@ -78,7 +73,7 @@ def _retransmitted_fractions(inputs: DiagnosisInputs) -> LinkRates:
     """Return the lowest fraction of TCP segments that each link sent again while it was measured alone."""
     fractions: LinkRates = {}
     for record in inputs.over("tcp").under("alone"):
-        segment_bytes = (record.path_mtu or 1500) - HEADER_BYTES
+        segment_bytes = (record.path_mtu or 1500) - 52  # headers of IP, and of TCP with time stamps
         segments = record.bandwidth_bytes_per_second * record.seconds / segment_bytes
         fraction = record.retransmits / max(segments, 1.0)
         pair = record.source, record.target

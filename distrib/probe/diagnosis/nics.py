@@ -14,12 +14,6 @@ from distrib.probe.records import HostFacts
 from distrib.probe.settings import LIMITS, Transport
 from distrib.units import bit_rate_text
 
-ONE_THREAD_BYTES_PER_SECOND = 12.5e9
-"""Over TCP one thread of the probe receives everything; it does not fill faster NICs (100 Gb/s)."""
-
-MAX_COMMON_SPREAD = 1.1
-"""Hosts whose best rates differ less than this have one common limit, such as the switch."""
-
 
 def find_mixed_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts with slower NICs than most hosts: a job over all hosts waits for them.
@@ -63,7 +57,7 @@ def find_nics_below_nominal(inputs: DiagnosisInputs) -> Iterator[Finding]:
     best = _best_nominal_fractions(inputs)
     low = {host: best[host] for host in inputs.facts if host in best and best[host][0] < LIMITS.severe_fraction}
     rates = [fraction * nic.usable_bytes_per_second for fraction, nic in low.values()]
-    if len(low) == len(best) > 2 and max(rates) < MAX_COMMON_SPREAD * min(rates):
+    if len(low) == len(best) > 2 and max(rates) < 1.1 * min(rates):  # one common limit
         fraction, nic = max(low.values(), key=lambda each: each[0])
         advice = (
             "all hosts have the same limit: check the switch; if machines are rented, the provider limits the rate: give it as "
@@ -90,7 +84,7 @@ def _best_nominal_fractions(inputs: DiagnosisInputs) -> dict[str, tuple[float, L
     for record in inputs.rated:  # with or without other traffic, which never increases a rate
         ends = record.source, record.target
         rate = min(classes.get(host, 0.0) for host in ends)
-        if not rate or (inputs.transport == "tcp" and rate > ONE_THREAD_BYTES_PER_SECOND):
+        if not rate or (inputs.transport == "tcp" and rate > LIMITS.one_thread_bytes_per_second):
             continue
         slower = min((nics[host] for host in ends), key=lambda nic: nic.rate_bytes_per_second)
         fraction = record.bandwidth_bytes_per_second / slower.usable_bytes_per_second

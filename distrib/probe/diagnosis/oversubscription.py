@@ -7,16 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import SLOWED, groups_of
 from distrib.probe.diagnosis.check_inputs import DiagnosisInputs
-from distrib.probe.diagnosis.finding import Finding
+from distrib.probe.diagnosis.finding import Finding, first_of
 from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
 from distrib.units import bit_rate_text
-
-MIN_GROUP_CONTRAST = 0.8
-"""Hosts form groups if this fraction of the pairs between groups is slowed, and hardly any within one."""
-
-MAX_LISTED = 6
-"""Groups or pairs that one message lists."""
 
 
 def cpus_saturated(inputs: DiagnosisInputs) -> bool:
@@ -63,7 +57,7 @@ def _several_uplinks(inputs: DiagnosisInputs) -> Iterator[Finding]:
     groups = groups_of([host for host in inputs.hosts if any(host in pair for pair in parts)], slowed)
     side = {host: number for number, group in enumerate(groups) for host in group}
     across = sum(len({side[host] for host in pair}) > 1 for pair in parts)
-    if len(groups) > 1 and len(slowed) >= MIN_GROUP_CONTRAST * across:
+    if len(groups) > 1 and len(slowed) >= 0.8 * across:  # nearly all pairs between groups
         subject = f"the uplinks of {', '.join(map(shown_hosts, groups[:-1]))} and {shown_hosts(groups[-1])} are"
         crossing = _worst_phase(inputs, [[r for r in phase if side[r.source] != side[r.target]] for phase in phases])
         yield _uplink_finding(inputs, subject, crossing, tuple(host for group in groups for host in group))
@@ -123,8 +117,8 @@ def _uplink_finding(
     ratio = wanted / had
     pairs = ""
     if list_pairs:
-        kept = [f"{r.source} to {r.target} {_kept_fraction(inputs, r) or 0:.0%}" for r in crossing[:MAX_LISTED]]
-        pairs = f": {', '.join(kept)}" + f" and {len(crossing) - MAX_LISTED} more" * (len(crossing) > MAX_LISTED)
+        kept = [f"{r.source} to {r.target} {_kept_fraction(inputs, r) or 0:.0%}" for r in crossing]
+        pairs = f": {first_of(kept)}"
     return Finding(
         kind="oversubscribed_uplink", severity="warning", what=f"{subject} oversubscribed {ratio:.1f}:1",
         evidence=f"{len(crossing)} concurrent pairs reach {bit_rate_text(had)} in total, their hosts can send "

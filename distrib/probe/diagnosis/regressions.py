@@ -12,12 +12,6 @@ from distrib.probe.diagnosis.outliers import severity_of
 from distrib.probe.settings import LIMITS
 from distrib.units import bit_rate_text, format_duration, format_rate, format_size
 
-MIN_HOST_LINKS, MIN_HOST_FRACTION = 3, 0.8
-"""A host with so many slower links, and such a fraction of its links, is reported once."""
-
-MIN_NETWORK_FRACTION = 0.95
-"""If this fraction of all links is slower, the network is reported instead of hosts."""
-
 LinkPair = tuple[LinkMeasurement, LinkMeasurement]
 """A link in the earlier probe and in this one."""
 
@@ -92,7 +86,7 @@ def _link_regressions(links: Sequence[LinkPair], network: str, when: str) -> Ite
     slower = _slower_links(links)
     hosts = tuple(dict.fromkeys(host for _, new in links for host in (new.source, new.target)))
     every = {(new.source, new.target) for _, new in links}
-    if len(hosts) > MIN_HOST_LINKS and len(slower) >= MIN_NETWORK_FRACTION * len(every):
+    if len(hosts) > 3 and len(slower) >= LIMITS.regressed_network_fraction * len(every):
         yield _group_regression(
             f"nearly all links{on} have", hosts, slower, when, "all hosts share, such as the switch"
         )
@@ -128,14 +122,14 @@ def _slower_links(links: Sequence[LinkPair]) -> SlowerLinks:
 
 
 def _most_affected(slower: SlowerLinks, every: set[tuple[str, str]]) -> str | None:
-    """Return the host with most slower links, if nearly all of its links are."""
+    """Return the host with most slower links, if these are three or more, and nearly all of its links."""
     peers: dict[str, set[str]] = {}
     for pair in slower:
         for host in pair:
             peers.setdefault(host, set()).update({*pair} - {host})
     host = max(peers, key=lambda name: (len(peers[name]), name))
     count = len({peer for pair in every if host in pair for peer in pair} - {host})
-    return host if len(peers[host]) >= max(MIN_HOST_LINKS, MIN_HOST_FRACTION * count) else None
+    return host if len(peers[host]) >= max(3, LIMITS.regressed_host_fraction * count) else None
 
 
 def _group_regression(subject: str, hosts: tuple[str, ...], slower: SlowerLinks, when: str, suspect: str) -> Finding:

@@ -10,9 +10,6 @@ from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, LinkRates
 from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
 
-MAX_PARTNERS = 3
-"""Healthy hosts with which a slow host is measured again."""
-
 HostEnd = tuple[str, bool]
 """A host, and True for its sending side."""
 
@@ -47,7 +44,7 @@ def _suspicious_links(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
     for (host, sends), part in slow_hosts.items():
         own = inputs.host_class(host)
         healthy = [other for other in inputs.hosts if other not in slow_names and inputs.host_class(other) >= own]
-        for turn, peer in enumerate(healthy[:MAX_PARTNERS]):
+        for turn, peer in enumerate(healthy[:3]):
             wanted.setdefault((host, peer) if sends else (peer, host), (turn, part))
     return sorted(wanted, key=lambda pair: wanted[pair])
 
