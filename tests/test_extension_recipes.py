@@ -102,7 +102,7 @@ def test_gradient_compression(extended, tmp_path):
         "--gradients",
         "half_sum",
     )
-    assert "efficiency" in run(tmp_path, environ, LAUNCH, "--dry-run", *forecast, "train.py")
+    assert "scaling efficiency" in run(tmp_path, environ, LAUNCH, "--dry-run", *forecast, "train.py")
 
 
 def test_probe_finding(extended, tmp_path):

@@ -16,7 +16,6 @@ from distrib.bandwidth_model.recommendations import (
     HostSubset,
     Recommendation,
     best_equivalent,
-    faster_subset_text,
     find_faster_subset,
     include_option,
     is_equivalent,
@@ -25,9 +24,10 @@ from distrib.bandwidth_model.recommendations import (
 )
 from distrib.bandwidth_model.scaling import fewer_cpus_notes, predict_limit, predict_step
 from distrib.bandwidth_model.workload import Workload
+from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
-from distrib.strategy import FORMATS, INNER_STEPS, Strategy
+from distrib.strategy import FORMATS, Strategy
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import ForecastRecord
 
@@ -230,20 +230,24 @@ def _warning(
             why += f"; {cap.wanted_efficiency:.0%} needs {units.rate_text(cap.needed_bytes_per_second)}"
         elif limit and limit.losses and limit.efficiency < prediction.efficiency + MIN_GAIN:
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
-    text = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {prediction.efficiency:.0%} ({why})"
-    if few:
-        text += f". {faster_subset_text(few, prediction)}{'' if restricted else f': {include_option(few)}'}"
+    lines = [
+        f"predicted scaling efficiency {prediction.efficiency:.0%} on {hosts} x {ranks} rank{'' if ranks == '1' else 's'}, limited by {why}"
+    ]
     chosen = prediction.strategy
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_equivalent(advice, chosen if chosen.mode == "sync" else Strategy())
     if same and not auto and same.prediction.efficiency >= prediction.efficiency + MIN_GAIN:
         own = () if chosen.mode == "sync" else _only_of(plan.strategy)
-        text += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
-        text += f" without {' '.join(own)}" if own else ""
+        without = f" without {' '.join(own)}" if own else ""
+        lines.append(f"--mode auto{without}: {same.prediction.efficiency:.0%}, {same.convergence}")
     other = mildest(advice, threshold, chosen)
     if other and other.prediction.efficiency >= prediction.efficiency + 2 * MIN_GAIN:
-        text += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(_options(other, plan))}"
-    return text
+        lines.append(f"{' '.join(_options(other, plan))}: {other.prediction.efficiency:.0%}, {other.convergence}")
+    if few:
+        fewer, all_hosts = few.prediction.samples_per_second, prediction.samples_per_second
+        option = f"only {name_hosts(few.hosts)}" if restricted else include_option(few)
+        lines.append(f"{option}: {units.number_text(fewer)} samples/s instead of {units.number_text(all_hosts)}")
+    return "\n  ".join(lines)
 
 
 def _only_of(chosen: Strategy) -> tuple[str, ...]:
@@ -281,23 +285,3 @@ def _severity(strategy: Strategy) -> tuple[int, ...]:
     """Return the indices in `_SEVERITY`, the most severe first."""
     steps = [strategy.mode, "accumulate" if strategy.accumulate > 1 else "", strategy.gradients.format]
     return tuple(sorted((_SEVERITY.index(step) for step in steps if step in _SEVERITY), reverse=True))
-
-
-def _named(advice: Recommendation) -> str:
-    """Describe a strategy, such as `Gradients as bf16`."""
-    strategy = advice.strategy
-    parts = []
-    if strategy.all_reduce == "flat":
-        parts.append("one ring over all ranks")
-    if not strategy.gradients.exact:
-        parts.append(f"gradients as {strategy.gradients}")
-    if strategy.bucket_bytes:
-        parts.append(f"buckets of {units.format_size(strategy.bucket_bytes)}")
-    if strategy.accumulate > 1:
-        parts.append(f"accumulating {strategy.accumulate} batches")
-    if strategy.mode == "local":
-        parts.append(f"averaging every {strategy.inner_steps or INNER_STEPS} steps")
-    if strategy.mode == "async":
-        parts.append("asynchronous servers")
-    joined = " + ".join(parts) or "the default"
-    return joined[0].upper() + joined[1:]
