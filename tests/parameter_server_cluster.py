@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from distrib.strategy import Strategy
+from distrib.training.parameter_server.failover import DEFAULT_TIMEOUTS, FailoverTimeouts
 from distrib.training.parameter_server.server import ParameterServer
 from distrib.training.parameter_server.transport import Frame, FrameKind
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
@@ -28,15 +29,24 @@ CPU = torch.device("cpu")
 class Cluster:
     """Servers in threads of this process, and workers connected to them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, servers: int, workers: int, strategy: Strategy) -> None:
-        self.workers, self.strategy = workers, strategy
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        servers: int,
+        workers: int,
+        strategy: Strategy,
+        timeouts: FailoverTimeouts,
+    ) -> None:
+        self.workers, self.strategy, self.timeouts = workers, strategy, timeouts
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
         addresses = [("127.0.0.1", sock.getsockname()[1]) for sock in sockets]
         for sock in sockets:
             sock.close()
         monkeypatch.setenv("DISTRIB_SERVERS", ",".join(f"{host}:{port}" for host, port in addresses))
         monkeypatch.setenv("DISTRIB_KEY", "key")
-        self.servers = [ParameterServer(number, addresses, workers, b"key", strategy) for number in range(servers)]
+        self.servers = [
+            ParameterServer(number, addresses, workers, b"key", strategy, timeouts) for number in range(servers)
+        ]
         self.threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self.threads:
             thread.start()
@@ -44,7 +54,7 @@ class Cluster:
 
     def worker(self, rank: int) -> ParameterServerStrategy:
         world = World(rank=rank, size=self.workers, local_rank=rank, local_size=self.workers)
-        self.backends.append(ParameterServerStrategy(self.strategy, world, CPU))
+        self.backends.append(ParameterServerStrategy(self.strategy, world, CPU, self.timeouts))
         return self.backends[-1]
 
     def each(self, work: Callable[[ParameterServerStrategy], Any], hosts: str = "") -> list[Any]:
@@ -77,7 +87,7 @@ class Cluster:
 
         def end() -> None:
             for peer in list(lost._peers):
-                lost._close(peer)
+                lost.close_peer(peer)
             for link in lost._links.values():
                 link.close()
             lost.loop.unwatch(lost._listener)
@@ -97,7 +107,8 @@ class Cluster:
         """Start a replacement of a server that died, as the launcher does."""
         with monkeypatch.context() as environment:
             environment.setenv("DISTRIB_RESTARTED", "1")
-            server = ParameterServer(number, self.servers[number].addresses, self.workers, b"key", self.strategy)
+            addresses = self.servers[number].addresses
+            server = ParameterServer(number, addresses, self.workers, b"key", self.strategy, self.timeouts)
         self.servers[number], self.threads[number] = server, threading.Thread(target=server.run, daemon=True)
         self.threads[number].start()
         self.report(self.workers + number, dead=False)
@@ -117,9 +128,11 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     made: list[Cluster] = []
 
-    def build(servers: int = 2, workers: int = 1, **strategy: Any) -> Cluster:
+    def build(
+        servers: int = 2, workers: int = 1, *, timeouts: FailoverTimeouts = DEFAULT_TIMEOUTS, **strategy: Any
+    ) -> Cluster:
         counts = {"stale_rate": False}  # apply every update in full, so that the values show it
-        made.append(Cluster(monkeypatch, servers, workers, Strategy(mode="async", **counts | strategy)))
+        made.append(Cluster(monkeypatch, servers, workers, Strategy(mode="async", **counts | strategy), timeouts))
         return made[-1]
 
     yield build
@@ -216,7 +229,6 @@ def suspend(backend: ParameterServerStrategy, cluster: Cluster) -> None:
     def away() -> None:
         backend.client.must_rejoin = True
         backend.client._links[0].send(Frame(FrameKind.SUSPEND))
-        backend.client._links[0].flush()
 
     backend.client.loop.call_soon(away)
     assert comes_true(lambda: backend.world.rank not in cluster.servers[0].services[0].membership.members)

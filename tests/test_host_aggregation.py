@@ -28,9 +28,10 @@ from hypothesis.stateful import (
 from torch import nn
 
 from distrib.strategy import Gradients
+from distrib.training.parameter_server.failover import FailoverTimeouts
 from distrib.training.parameter_server.host_aggregation.aggregator import CommitMean, HostAggregator, PushMean
 from distrib.training.parameter_server.host_aggregation.host_group import host_identity
-from distrib.training.parameter_server.transport import SHARED, Frame, FrameKind, encode
+from distrib.training.parameter_server.transport import Frame, FrameFlag, FrameKind, encode
 from distrib.training.parameter_server.update_rules import ApplyUpdate, PushReply, UpdateController
 from distrib.training.strategies import parameter_server as worker
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
@@ -404,14 +405,14 @@ def test_a_member_that_dies_before_the_table_is_known_has_no_effect(parameter_se
     met, ready = threading.Barrier(2, timeout=20), threading.Event()
 
     def begin(backend: ParameterServerStrategy) -> float:
-        backend._group_host()
+        backend._form_host_group()
         group, client = backend.client.group, backend.client
         met.wait()
         if backend.world.rank:  # the leader reads this rank's messages after its death
             dead = {"process": 4194303, "descriptor": 5, "token": "00"}
             early = (
                 (Frame(FrameKind.SHARE_MEMORY, table=0), encode(dead)),
-                (Frame(FrameKind.PUSH, SHARED, step=1), b""),
+                (Frame(FrameKind.PUSH, FrameFlag.SHARED, step=1), b""),
             )
             client.loop.call_soon(lambda: [group._leader.send(*each) for each in early])
             backend.prepare_model(nn.Linear(4, 1, bias=False), find_unused_parameters=False)
@@ -483,8 +484,7 @@ def test_ranks_in_user_namespaces_of_their_own_see_no_memory_of_each_other():
 def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_server_is_lost(
     parameter_servers, several_hosts, monkeypatch
 ):
-    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
-    cluster = parameter_servers(workers=3)
+    cluster = parameter_servers(timeouts=FailoverTimeouts(suspend_seconds=0.3), workers=3)
     together = threading.Barrier(3, timeout=20)
     part = cluster.servers[0].services[0]
 

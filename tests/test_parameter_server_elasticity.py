@@ -13,6 +13,7 @@ from torch import nn
 
 from distrib.errors import TrainingError
 from distrib.training.job import Job
+from distrib.training.parameter_server.failover import FailoverTimeouts
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
 from tests import parameter_server_cluster
 from tests.parameter_server_cluster import comes_true, cut_off, prepared, reached, straight, suspend, take_step, weight
@@ -21,9 +22,8 @@ make = parameter_server_cluster.make
 again = parameter_server_cluster.again
 
 
-def test_the_next_worker_is_main_when_rank_0_is_lost_and_stays_it(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.membership.RECONNECT_TIMEOUT_SECONDS", 0.4)
-    cluster = make(workers=3)
+def test_the_next_worker_is_main_when_rank_0_is_lost_and_stays_it(make):
+    cluster = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4), workers=3)
     first, second, third = backends = cluster.each(lambda backend: straight(backend) and backend)
     assert [backend.is_main for backend in backends] == [True, False, False]
     cut_off(first)
@@ -40,9 +40,10 @@ def test_the_next_worker_is_main_when_rank_0_is_lost_and_stays_it(make, monkeypa
     assert comes_true(lambda: third.is_main) and not first.is_main  # the first worker has not rejoined
 
 
-def test_main_stays_who_it_is_when_it_leaves(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.membership.RECONNECT_TIMEOUT_SECONDS", 0.4)
-    first, second = make(workers=2).each(lambda backend: straight(backend) and backend)
+def test_main_stays_who_it_is_when_it_leaves(make):
+    first, second = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4), workers=2).each(
+        lambda backend: straight(backend) and backend
+    )
     first.close()
     time.sleep(1.5)
     assert first.is_main and not second.is_main
@@ -168,9 +169,8 @@ def test_normalization_over_all_ranks_is_refused(make):
         job.prepare(nn.BatchNorm1d(2), sync_batchnorm=True)
 
 
-def test_the_last_worker_that_is_cut_off_is_main_again(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.membership.RECONNECT_TIMEOUT_SECONDS", 0.4)
-    cluster = make(workers=1)
+def test_the_last_worker_that_is_cut_off_is_main_again(make):
+    cluster = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4), workers=1)
     backend = cluster.worker(0)
     model, optimizer = straight(backend)
     take_step(model, optimizer)
@@ -181,9 +181,8 @@ def test_the_last_worker_that_is_cut_off_is_main_again(make, monkeypatch):
     assert weight(model) == -2 and backend.is_main
 
 
-def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.membership.RECONNECT_TIMEOUT_SECONDS", 0.4)
-    cluster = make(workers=2)
+def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make):
+    cluster = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4), workers=2)
     (first, *_), (second, model, optimizer) = cluster.each(lambda backend: (backend, *straight(backend)))
     cut_off(second)
     assert comes_true(lambda: cluster.servers[0].services[0].membership.members == {0})
@@ -195,10 +194,9 @@ def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make, m
     assert weight(model) == -1
 
 
-def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make, monkeypatch):
+def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make):
     """The workers do not train meanwhile, and therefore all reach the next reduction."""
-    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
-    cluster = make(workers=2)
+    cluster = make(timeouts=FailoverTimeouts(suspend_seconds=0.3), workers=2)
     together = threading.Barrier(2, timeout=20)
 
     def evaluate(backend: ParameterServerStrategy) -> list[float]:
@@ -233,10 +231,8 @@ def test_workers_that_all_lose_a_server_before_they_evaluate_share_the_evaluatio
     assert cluster.each(evaluate) == [(2, 2.0)] * 2
 
 
-def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.membership.RECONNECT_TIMEOUT_SECONDS", 0.4)
-    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
-    cluster = make(workers=2)
+def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(make):
+    cluster = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4, suspend_seconds=0.3), workers=2)
     first, second = cluster.each(lambda backend: straight(backend) and backend)
     cut_off(first, servers=[1])
     assert comes_true(lambda: cluster.servers[0].services[0].membership.members == {1})
@@ -246,9 +242,8 @@ def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(m
     assert comes_true(lambda: second.is_main)
 
 
-def test_what_others_wait_for_is_done_by_the_next_worker(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.membership.RECONNECT_TIMEOUT_SECONDS", 0.4)
-    cluster = make(workers=2)
+def test_what_others_wait_for_is_done_by_the_next_worker(make):
+    cluster = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4), workers=2)
     first, second = cluster.worker(0), cluster.worker(1)
     assert first.from_main(lambda: "of rank 0") == second.from_main(lambda: "of rank 1") == "of rank 0"
     told: list[str] = []

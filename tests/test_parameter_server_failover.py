@@ -18,9 +18,10 @@ import torch
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.parameter_server.client import ParameterClient
+from distrib.training.parameter_server.failover import FailoverTimeouts
 from distrib.training.parameter_server.server_table import BufferPool
 from distrib.training.parameter_server.shard_service import ShardService
-from distrib.training.parameter_server.snapshots import MAX_WRITING_FRACTION, Snapshots
+from distrib.training.parameter_server.snapshots import Snapshots
 from distrib.training.parameter_server.transport import Frame, FrameKind
 from distrib.training.parameter_server.worker_table import WorkerTable
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
@@ -52,9 +53,10 @@ def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_what_is_advised_where_a_server_is_lost(monkeypatch, replicas):
-    monkeypatch.setattr("distrib.training.parameter_server.client.FAIL_AFTER_SECONDS", 0.3)
-    client = ParameterClient(0, [("127.0.0.1", 9), ("127.0.0.1", 9)], b"key", replicas=bool(replicas))
+def test_what_is_advised_where_a_server_is_lost(replicas):
+    timeouts = FailoverTimeouts(warn_seconds=0.2, fail_seconds=0.3)
+    addresses = [("127.0.0.1", 9), ("127.0.0.1", 9)]
+    client = ParameterClient(0, addresses, b"key", replicas=bool(replicas), timeouts=timeouts)
     with pytest.raises(TrainingError, match="is unreachable") as raised:
         client.result(client.request(0, Frame(FrameKind.STATISTICS)))
     assert ("a replica takes over" in str(raised.value)) == bool(replicas)
@@ -98,8 +100,8 @@ def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
 def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
     """The snapshot file is on a slow, shared file system."""
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr("distrib.training.parameter_server.snapshots.INTERVAL_SECONDS", 0.0)
-    snapshots, service = Snapshots(0), ShardService(0, 1, Strategy(mode="async"), BufferPool())
+    snapshots = Snapshots(0, interval_seconds=0.0, max_writing_fraction=0.2)
+    service = ShardService(0, 1, Strategy(mode="async"), BufferPool())
     write = snapshots._write
     monkeypatch.setattr(snapshots, "_write", lambda *words: (time.sleep(0.2), write(*words))[1])
     service.retired.add(0)
@@ -108,7 +110,7 @@ def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
     snapshots.write(service, begun)
     assert snapshots._writer
     snapshots._writer.join(10)
-    assert snapshots.path.exists() and snapshots._next >= begun + 0.2 / MAX_WRITING_FRACTION
+    assert snapshots.path.exists() and snapshots._next >= begun + 0.2 / 0.2
 
 
 def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeypatch, tmp_path):
@@ -179,9 +181,7 @@ def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, replicas, lost):
     """The workers know the table, rank 0 is about to send its values, and the other workers wait for them."""
-    monkeypatch.setattr("distrib.training.parameter_server.server.REBUILD_AFTER_SECONDS", 1.0)
-    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
-    cluster = make(workers=2, replicas=replicas)
+    cluster = make(timeouts=FailoverTimeouts(rebuild_seconds=1.0, suspend_seconds=0.3), workers=2, replicas=replicas)
     give, given, have_values = WorkerTable.give_values, [], threading.Barrier(2)
 
     def interrupted(table: WorkerTable, numbers: Any, *, replace: bool) -> None:
@@ -216,8 +216,7 @@ def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, r
 
 
 def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_die(make, monkeypatch, capfd):
-    monkeypatch.setattr("distrib.training.parameter_server.server.REBUILD_AFTER_SECONDS", 1.0)
-    cluster = make(workers=2, replicas=1)
+    cluster = make(timeouts=FailoverTimeouts(rebuild_seconds=1.0), workers=2, replicas=1)
     both = cluster.each(lambda backend: straight(backend))
     for model, optimizer in both:
         take_step(model, optimizer)
@@ -233,9 +232,8 @@ def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_d
     assert -4 <= weight(both[0][0]) <= -3  # the replaced server may have received the first worker's second step
 
 
-def test_no_server_rebuilds_a_shard_whose_primary_is_only_unreachable(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.server.REBUILD_AFTER_SECONDS", 0.5)
-    cluster = make(servers=3, workers=1, replicas=1)
+def test_no_server_rebuilds_a_shard_whose_primary_is_only_unreachable(make):
+    cluster = make(timeouts=FailoverTimeouts(rebuild_seconds=0.5), servers=3, workers=1, replicas=1)
     [train] = cluster.each(trained_by)
     train()
     left = cluster.servers[2]

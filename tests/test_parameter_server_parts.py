@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 
 from distrib.bandwidth_model.server_throughput import CHUNKS
 from distrib.errors import TrainingError
-from distrib.training.parameter_server.failover import CONNECT_TIMEOUT_SECONDS, RebuildTimer
+from distrib.training.parameter_server.event_loop import EventLoop
+from distrib.training.parameter_server.failover import RebuildTimer
 from distrib.training.parameter_server.partitioning import ParameterSpec, item_bytes, partition
 from distrib.training.parameter_server.server_optimizer import (
     ChunkOptimizer,
@@ -30,7 +31,6 @@ from distrib.training.parameter_server.server_optimizer import (
     rate_share,
     with_own_momentum,
 )
-from distrib.training.parameter_server.transport import EventLoop
 from distrib.training.parameter_server.update_rules import ApplyUpdate, PushReply, UpdateController
 
 SHAPES = st.lists(st.integers(0, 3000), max_size=2).map(tuple)
@@ -434,8 +434,8 @@ def test_any_order_of_events():
 
 
 def test_a_lost_shard_is_rebuilt_after_workers_have_asked_without_a_break():
-    timer = RebuildTimer(servers=2)
-    repeat = CONNECT_TIMEOUT_SECONDS * 3
+    timer = RebuildTimer(servers=2, connect_seconds=2.0)
+    repeat = 2.0 * 3
     assert timer.on_request(0, 3, {0}, 10.0) == 0.0
     assert timer.on_request(1, 2, set(), 10.0 + repeat) == repeat and timer.epoch == 3
     assert timer.silent == {0}  # server 0 has not replied to worker 0

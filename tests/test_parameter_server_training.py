@@ -20,7 +20,7 @@ from distrib.training.grad_scaler import ScalerSteps
 from distrib.training.gradient_accumulation import BatchSamples
 from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.parameter_server import transport as wire
-from distrib.training.parameter_server.server_link import ServerLink
+from distrib.training.parameter_server.server_connections import ServerLink
 from distrib.training.parameter_server.server_optimizer import OptimizerSpec, with_own_momentum
 from distrib.training.parameter_server.transport import Frame, FrameKind
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
@@ -259,11 +259,16 @@ def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make, capf
     assert capfd.readouterr().err.count("invalid request") == 1  # the client does not repeat the request
 
 
-def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.worker_collectives.PIECE_BYTES", 100)
+def test_what_main_reads_for_all_travels_in_pieces(make, again):
     cluster = make(workers=2, replicas=1)
     large = bytes(range(250)) * 4
-    assert cluster.each(lambda backend: straight(backend) and backend.from_main(lambda: large)) == [large] * 2
+
+    def read(backend: ParameterServerStrategy) -> bytes:
+        backend._collectives._piece_bytes = 100
+        straight(backend)
+        return backend.from_main(lambda: large)
+
+    assert cluster.each(read) == [large] * 2
     first = next(backend for backend in cluster.backends if backend.world.rank == 0)
     assert first._collectives._store(1, b"another's") is False  # a new main rank queries the stored values
     cluster.backends[0].client.close()

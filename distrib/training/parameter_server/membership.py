@@ -5,13 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from distrib.training.parameter_server.failover import FailoverTimeouts
 from distrib.training.parameter_server.transport import Connection, Frame, FrameKind, encode
-
-RECONNECT_TIMEOUT_SECONDS = 5.0
-"""Time that other workers wait for a worker whose connection is lost, and that a primary looks for its first replica."""
-
-FIRST_CONNECT_TIMEOUT_SECONDS = 1800.0
-"""Time that other workers wait for a worker that has never connected: it may read its data first. Deaths are reported earlier."""
 
 
 class Membership:
@@ -23,10 +18,11 @@ class Membership:
     Args:
         shard: Number of the shard.
         workers: Number of workers of the job.
+        timeouts: Times for which other workers wait.
     """
 
-    def __init__(self, shard: int, workers: int) -> None:
-        self.shard = shard
+    def __init__(self, shard: int, workers: int, timeouts: FailoverTimeouts) -> None:
+        self.shard, self._reconnect_seconds = shard, timeouts.reconnect_seconds
         self.members = set(range(workers))
         self.replacements: set[int] = set()
         self.connections: dict[int, Connection] = {}
@@ -44,7 +40,7 @@ class Membership:
         """Lines to print."""
         self._incarnations: dict[int, str] = {}
         self._main_is_lost = False
-        first_deadline = time.monotonic() + FIRST_CONNECT_TIMEOUT_SECONDS - RECONNECT_TIMEOUT_SECONDS
+        first_deadline = time.monotonic() + timeouts.first_connect_seconds - timeouts.reconnect_seconds
         self._disconnected = dict.fromkeys(range(workers), first_deadline)
 
     def push_id(self, worker: int) -> int:
@@ -98,7 +94,7 @@ class Membership:
         self._disconnected.pop(worker, None)
 
     def disconnect(self, worker: int) -> None:
-        """Record that a worker's connection is lost. It gets `RECONNECT_TIMEOUT_SECONDS` to return.
+        """Record that a worker's connection is lost. It gets `reconnect_seconds` to return.
 
         Args:
             worker: Rank of the worker.
@@ -120,7 +116,7 @@ class Membership:
         Returns:
             Ranks of the workers.
         """
-        return [worker for worker, since in self._disconnected.items() if now - since > RECONNECT_TIMEOUT_SECONDS]
+        return [worker for worker, since in self._disconnected.items() if now - since > self._reconnect_seconds]
 
     def remove(self, worker: int, *, lost: bool = False, suspended: bool = False) -> None:
         """Stop waiting for a worker.

@@ -123,17 +123,29 @@ class ModelSynchronizer:
         """
         return [model for model in self.models if not table.chunks_of.keys().isdisjoint(model.parameters())]
 
-    def late_chunks(self, table: WorkerTable) -> list[int]:
-        """Return the chunks of parameters that are used without their module, for which no forward pass would wait.
+    def take_step(self, table: WorkerTable, *, skip: bool = False) -> None:
+        """Push the gradients of a table. Waits for new values only where no forward pass would.
 
         Args:
-            table: The table, which takes a step; the record of its modules begins anew.
+            table: The table.
+            skip: True to leave this step out.
         """
+        late = self._late_chunks(table)
+        table.take_step(skip=skip)
+        self.is_current = False
+        table.install_values(late)
+
+    def _late_chunks(self, table: WorkerTable) -> list[int]:
+        """Return the chunks of parameters that are used without their module. The record of modules that ran begins anew."""
         owned = {parameter for module in self._called[table] for parameter in module.parameters(recurse=False)}
         self._called[table].clear()
         return sorted(
             {chunk for parameter, chunks in table.chunks_of.items() if parameter not in owned for chunk in chunks}
         )
+
+    def mark_outdated(self) -> None:
+        """Let the next `refresh` fetch all parameters, because other workers may have changed them."""
+        self.is_current = False
 
     def refresh(self) -> None:
         """Fetch all parameters, unless they were fetched since this worker's last step and the last collective."""

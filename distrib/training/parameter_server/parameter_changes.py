@@ -11,13 +11,6 @@ from distrib.utils.log import get_logger
 log = get_logger("parameter_server")
 
 
-FULL_CHECK_STEPS = frozenset({1, 2, 10, 100, 1000})
-"""Steps after which all parameters are checked; a check reads all of them once."""
-
-MAX_SAMPLE_ELEMENTS = 4096
-"""Size of the largest parameter that is checked after every other step."""
-
-
 class PushedGradients:
     """Fingerprints of gradients that were pushed in the backward pass, before the optimizer steps."""
 
@@ -67,9 +60,8 @@ class ParameterChangeCheck:
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: Callable[[torch.Tensor], str]) -> None:
         self._parameters, self._name = parameters, name
-        small = [parameter for parameter in parameters if 0 < parameter.numel() <= MAX_SAMPLE_ELEMENTS]
-        # A script that swaps in averaged parameters for an evaluation changes all of them, so one shows it.
-        self._sample = sorted(small, key=torch.numel)[-1:]
+        # A script that swaps in averaged parameters for an evaluation changes all of them, so one small one shows it.
+        self._sample = sorted((p for p in parameters if 0 < p.numel() <= 4096), key=torch.numel)[-1:]
         self._fingerprints: dict[torch.Tensor, torch.Tensor] = {}
         self._steps = 0
         self._has_warned = False
@@ -82,8 +74,8 @@ class ParameterChangeCheck:
         """
         self._steps += not first
         if not self._has_warned:
-            everything = first or self._steps in FULL_CHECK_STEPS
-            checked = self._parameters if everything else self._sample
+            # A check reads all parameters once, so it includes all of them seldom.
+            checked = self._parameters if first or self._steps in (1, 2, 10, 100, 1000) else self._sample
             self._fingerprints = {parameter: _fingerprint(parameter.detach()) for parameter in checked}
 
     def check(self, parameters: Iterable[torch.Tensor] | None = None) -> None:

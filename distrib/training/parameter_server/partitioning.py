@@ -16,9 +16,6 @@ import msgspec
 from distrib.bandwidth_model.server_throughput import CHUNKS, chunk_bytes
 from distrib.errors import TrainingError
 
-ALIGNMENT_ELEMENTS = 64
-"""Chunks begin at multiples of this, for vector units and caches."""
-
 
 class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):
     """A parameter, equal on every rank. `group` is its parameter group, `kind` the name of its dtype on the servers."""
@@ -134,9 +131,9 @@ def _count(size: int, target_bytes: int, servers: int) -> int:
 
 
 def _divide(run: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
-    """Divide `run` into at most `count` parts of nearly equal size, in order."""
+    """Divide `run` into at most `count` parts of nearly equal size, in order. They begin at multiples of 64, for vector units."""
     total = sum(piece.stop - piece.start for piece in run)
-    edges = [total * n // count // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS for n in range(1, count)] + [total]
+    edges = [total * n // count // 64 * 64 for n in range(1, count)] + [total]
     parts: list[tuple[Piece, ...]] = []
     current: list[Piece] = []
     begin, pieces = 0, list(reversed(run))

@@ -8,12 +8,11 @@ is rebuilt from the parameters that workers have (`failover`). One thread, which
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,55 +26,70 @@ from distrib.environment import (
 )
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, strategy_from_environment
-from distrib.training.parameter_server.failover import REBUILD_AFTER_SECONDS, RebuildTimer
-from distrib.training.parameter_server.replication import ReplicaLink, ReplicationTarget
+from distrib.training.parameter_server.event_loop import EventLoop
+from distrib.training.parameter_server.failover import DEFAULT_TIMEOUTS, FailoverTimeouts, RebuildTimer
+from distrib.training.parameter_server.replica_link import ReplicaLink, ReplicationTarget
 from distrib.training.parameter_server.server_table import BufferPool, as_memoryview
 from distrib.training.parameter_server.shard_service import ShardService
 from distrib.training.parameter_server.snapshots import Snapshots
-from distrib.training.parameter_server.transport import Connection, EventLoop, Frame, FrameKind, decode, encode
-from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
+from distrib.training.parameter_server.transport import Connection, Frame, FrameKind, decode, encode
+from distrib.utils.framing import ProtocolError
 from distrib.utils.log import PLAIN, get_logger
 
 log = get_logger("parameter_server")
 
-
-TICK_SECONDS = 0.5
+T = TypeVar("T")
 
 
 class _Peer:
     """A connection that was accepted, from a worker or from the primary of a shard whose replica is here."""
 
     def __init__(self, server: ParameterServer, sock: socket.socket) -> None:
-        self.server = server
+        self._server = server
         self.service: ShardService | None = None
         self.worker: int | None = None
         self.is_refused = False
-        self.gradient: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
         self.connection = Connection(
-            sock, server.key, listener=True, allocate=self.allocate, on_frame=self.on_frame,
-            on_queued=lambda: server.schedule_flush(self),
+            server.loop, sock, server.key, listener=True, on_closed=lambda: server.close_peer(self),
+            allocate=lambda frame: self._guard(lambda: self._allocate(frame)),
+            on_frame=lambda frame, payload: self._guard(lambda: self._on_frame(frame, payload)),
         )  # fmt: skip
 
-    def on_events(self, events: int) -> None:
-        self.server.on_events(self, events)
-
-    def allocate(self, frame: Frame) -> memoryview | None:
-        if frame.kind is FrameKind.PUSH and not self.is_refused and self.service and self.worker is not None:
-            self.gradient = memory = self.service.requests.allocate_gradient(frame)
-            return as_memoryview(memory)
+    def _guard(self, work: Callable[[], T]) -> T | None:
+        """Refuse an invalid request. Workers still need this server, and this one would repeat its request on a new connection."""
+        if self.is_refused:  # the peer has not received the refusal yet
+            return None
+        try:
+            return work()
+        except (OSError, ProtocolError):
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, DistribError) else repr(error)
+            name = "a server" if self.worker is None else f"worker rank {self.worker}"
+            report(f"invalid request of {name}: {reason}")
+            if self.worker is None:
+                raise ProtocolError(reason) from None
+            self.is_refused = True
+            refusal = f"parameter server {self._server.number} cannot handle a request: {reason}"
+            self.connection.send(Frame(FrameKind.REFUSED), encode(refusal))
         return None
 
-    def on_frame(self, frame: Frame, payload: Any) -> None:
-        if self.is_refused:  # the peer has not received the refusal yet
-            return
+    def _allocate(self, frame: Frame) -> memoryview | None:
+        if frame.kind is not FrameKind.PUSH or self.service is None or self.worker is None:
+            return None
+        self._gradient = memory = self.service.requests.allocate_gradient(frame)
+        return as_memoryview(memory)
+
+    def _on_frame(self, frame: Frame, payload: Any) -> None:
         if frame.kind is FrameKind.HELLO:
-            self.server.on_hello(self, decode(payload))
+            self._server.on_hello(self, decode(payload))
         elif self.service is None:
             raise ProtocolError(f"{frame.kind.name} before HELLO")
         elif self.worker is not None:
-            self.service.on_frame(self.worker, frame, self.gradient if frame.kind is FrameKind.PUSH else payload)
-        elif self.service.target:
-            self.service.target.on_frame(frame, payload, self.connection)
+            self.service.on_frame(self.worker, frame, self._gradient if frame.kind is FrameKind.PUSH else payload)
+        elif target := self._server.targets.get(self.service.shard):
+            target.on_frame(frame, payload, self.connection)
 
 
 class ParameterServer:
@@ -87,16 +101,21 @@ class ParameterServer:
         workers: Number of workers.
         key: The key of the job.
         strategy: The settings of the job.
+        timeouts: Times for which it waits for workers and other servers.
     """
 
     def __init__(
-        self, number: int, addresses: Sequence[tuple[str, int]], workers: int, key: bytes, strategy: Strategy
-    ) -> None:
+        self, number: int, addresses: Sequence[tuple[str, int]], workers: int, key: bytes, strategy: Strategy,
+        timeouts: FailoverTimeouts = DEFAULT_TIMEOUTS,
+    ) -> None:  # fmt: skip
         self.number, self.addresses, self.workers, self.key, self.strategy = number, addresses, workers, key, strategy
+        self._timeouts = timeouts
         self.loop = EventLoop()
         self.pool = BufferPool()
         self.services: dict[int, ShardService] = {}
         """Shards of which this server is primary or stores a replica, by number."""
+        self.targets: dict[int, ReplicationTarget] = {}
+        """Handlers of the primaries' messages, by shard whose replica is here."""
         self.snapshots = Snapshots(number)
         restarted = bool(os.environ.get(DISTRIB_RESTARTED))
         if not restarted or not strategy.replicas:  # else the server with its replica is primary by now
@@ -104,7 +123,6 @@ class ParameterServer:
         self.was_called = restarted
         """True once a worker has connected, perhaps to an earlier process of this server."""
         self._peers: set[_Peer] = set()
-        self._to_flush: set[_Peer] = set()
         self._dead_workers: set[int] = set()
         self._dead_servers: set[int] = set()
         self._links: dict[int, ReplicaLink] = {}
@@ -128,13 +146,13 @@ class ParameterServer:
             report(f"restarted; its shard is restored from {source}, without a replica (--replicas 1 loses nothing)")
 
     def _new_service(self, shard: int, workers: int) -> ShardService:
-        service = self.services[shard] = ShardService(shard, workers, self.strategy, self.pool)
+        service = self.services[shard] = ShardService(shard, workers, self.strategy, self.pool, self._timeouts)
         return service
 
     def run(self) -> None:
         """Serve until the loop is ended."""
         self.loop.watch(self._listener, self._accept)
-        self._tick()
+        self.loop.call_soon(self._tick)
         if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.services:
             self._replicate(self.services[self.number])
         self.loop.run()
@@ -147,68 +165,19 @@ class ParameterServer:
             sock, _address = self._listener.accept()
         except OSError:
             return
-        peer = _Peer(self, sock)
-        self._peers.add(peer)
-        self.schedule_flush(peer)
-        self.flush()
+        self._peers.add(_Peer(self, sock))
 
-    def on_events(self, peer: _Peer, events: int) -> None:
-        """Read from a connection and send queued frames.
-
-        Args:
-            peer: The connection.
-            events: Events of its socket.
-        """
-        self.schedule_flush(peer)
-        try:
-            if events & selectors.EVENT_READ:
-                peer.connection.read()
-        except (OSError, ProtocolError):
-            self._close(peer)
-        except Exception as error:
-            # The other workers still need this server, and this one would repeat its request on the next connection.
-            reason = str(error) if isinstance(error, DistribError) else repr(error)
-            report(
-                f"invalid request of {'a server' if peer.worker is None else f'worker rank {peer.worker}'}: {reason}"
-            )
-            if peer.worker is None:
-                self._close(peer)
-            else:
-                peer.is_refused = True
-                refusal = f"parameter server {self.number} cannot handle a request: {reason}"
-                peer.connection.send(Frame(FrameKind.REFUSED), encode(refusal))
-        self.flush()
-
-    def schedule_flush(self, peer: _Peer) -> None:
-        """Schedule the queued frames of a peer for the next `flush`.
+    def close_peer(self, peer: _Peer) -> None:
+        """Close a connection, or record that it is closed.
 
         Args:
             peer: The connection.
         """
-        self._to_flush.add(peer)
-
-    def flush(self) -> None:
-        """Send as much as the sockets accept."""
-        while self._to_flush:
-            peer = self._to_flush.pop()
-            if peer not in self._peers:
-                continue
-            try:
-                peer.connection.flush()
-                self.loop.watch(peer.connection.sock, peer.on_events, writing=peer.connection.has_unsent)
-            except (OSError, ValueError):
-                self._close(peer)
-        for link in self._links.values():
-            link.flush()
-
-    def _close(self, peer: _Peer) -> None:
-        if peer not in self._peers:
-            return
-        self._peers.discard(peer)
-        self.loop.unwatch(peer.connection.sock)
-        peer.connection.close()
-        if peer.service and peer.worker is not None:
-            peer.service.on_disconnected(peer.worker, peer.connection)
+        if peer in self._peers:
+            self._peers.discard(peer)
+            peer.connection.close()
+            if peer.service and peer.worker is not None:
+                peer.service.on_disconnected(peer.worker, peer.connection)
 
     def on_hello(self, peer: _Peer, hello: dict[str, Any]) -> None:
         """Handle the introduction of a worker, or of a primary that looks for a server for its replica.
@@ -229,7 +198,8 @@ class ParameterServer:
                 return
             self._close_service(shard)
             peer.service = self._new_service(shard, 0)
-            peer.service.epoch, peer.service.target = epoch, ReplicationTarget(peer.service, hello["server"])
+            peer.service.epoch = epoch
+            self.targets[shard] = ReplicationTarget(peer.service, hello["server"])
             self._rebuild_timers.pop(shard, None)
             return
         worker = hello["worker"]
@@ -239,7 +209,7 @@ class ParameterServer:
             peer.connection.send(Frame(FrameKind.REFUSED), encode(""))
             return
         for old in [one for one in self._peers if one.service is service and one.worker == worker and one is not peer]:
-            self._close(old)  # it has not broken here yet
+            self.close_peer(old)  # it has not broken here yet
         peer.service, peer.worker = service, worker
         self.was_called = True
         service.on_connected(worker, hello, peer.connection)
@@ -260,7 +230,6 @@ class ParameterServer:
                 return
             about = decode(event)
             self.on_rank_event(about["rank"], dead=about["dead"])
-            self.flush()
 
         self.loop.watch(sock, read)
 
@@ -281,7 +250,7 @@ class ParameterServer:
         for service in list(self.services.values()):
             if rank < self.workers and service.is_primary:
                 service.on_worker_died(rank)
-            elif rank >= self.workers and service.target and service.target.primary == number:
+            elif (target := self.targets.get(service.shard)) and rank >= self.workers and target.primary == number:
                 self._take_over(service)
         if rank >= self.workers:
             for shard, link in self._links.items():
@@ -290,10 +259,11 @@ class ParameterServer:
 
     def _take_over(self, service: ShardService) -> None:
         for peer in [peer for peer in self._peers if peer.service is service]:
-            self._close(peer)
+            self.close_peer(peer)
         membership = service.membership
         membership.members = membership.members or set(range(self.workers))
         source = "its replica" if service.is_complete else "an incomplete replica and the parameters of the workers"
+        del self.targets[service.shard]
         service.become_primary(service.epoch + 1)
         report(f"takes over shard {service.shard}, whose server has died, from {source}")
         self._replicate(service)
@@ -302,13 +272,15 @@ class ParameterServer:
         """Rebuild a shard from the workers' parameters if neither its primary nor a replica is left."""
         if not self.strategy.replicas or shard in self.services:
             return
-        timer = self._rebuild_timers.setdefault(shard, RebuildTimer(len(self.addresses)))
+        timer = self._rebuild_timers.setdefault(
+            shard, RebuildTimer(len(self.addresses), self._timeouts.connect_seconds)
+        )
         asked_seconds = timer.on_request(worker, epoch, silent, time.monotonic())
         count = len(self.addresses)
         alive = [
             server for n in range(count) if (server := (shard + n) % count) not in self._dead_servers - {self.number}
         ]
-        patience_seconds = REBUILD_AFTER_SECONDS * (1 + alive.index(self.number))
+        patience_seconds = self._timeouts.rebuild_seconds * (1 + alive.index(self.number))
         if asked_seconds < patience_seconds or not timer.silent <= self._dead_servers | {self.number}:
             return
         del self._rebuild_timers[shard]
@@ -326,7 +298,7 @@ class ParameterServer:
         if len(self.addresses) > 1:
             service.replication.require()
             self._links[service.shard] = ReplicaLink(
-                service, self.number, list(self.addresses), self.key, self.loop, self._dead_servers,
+                service, self.number, list(self.addresses), self.key, self.loop, self._dead_servers, self._timeouts,
                 lambda epoch: self.on_replaced(service.shard, epoch),
             )  # fmt: skip
 
@@ -341,19 +313,16 @@ class ParameterServer:
         self._close_service(shard)
 
     def _close_service(self, shard: int) -> None:
-        service = self.services.pop(shard, None)
-        if service:
+        self.targets.pop(shard, None)
+        if service := self.services.pop(shard, None):
             service.is_primary = False
             for peer in [peer for peer in self._peers if peer.service is service]:
-                self._close(peer)
+                self.close_peer(peer)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for peer in [p for p in self._peers if not p.connection.proven]:
-            if now - peer.connection.opened > HANDSHAKE_TIMEOUT_SECONDS:
-                self._close(peer)
         for service in list(self.services.values()):
             if service.is_primary:
                 service.tick(now)
@@ -368,8 +337,7 @@ class ParameterServer:
                 for note in service.membership.notes:
                     report(note)
             service.membership.notes.clear()
-        self.flush()
-        self.loop.call_later(TICK_SECONDS, self._tick)
+        self.loop.call_later(self._timeouts.tick_seconds, self._tick)
 
 
 def report(text: str) -> None:

@@ -46,6 +46,11 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
         """True if it needs every tensor whole."""
         return self.name not in ELEMENTWISE
 
+    @property
+    def state_tensors(self) -> int:
+        """Number of tensors of a parameter's size that it keeps at most."""
+        return {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0}.get(self.name, 2)
+
 
 def optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """Return the specification from which servers create an optimizer.

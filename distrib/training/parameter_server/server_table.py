@@ -25,9 +25,6 @@ from distrib.training.parameter_server.server_optimizer import (
 from distrib.training.parameter_server.shared_memory import is_borrowed
 from distrib.training.parameter_server.update_rules import UpdateController, WeightedGradient
 
-STATE_TENSORS = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0}
-"""Tensors of a parameter's size that an optimizer keeps at most; two for all other optimizers."""
-
 
 class TableDescription(msgspec.Struct, frozen=True):
     """An optimizer and its parameters, equal on all ranks."""
@@ -192,7 +189,7 @@ class ServerTable:
     def memory_bytes(self) -> int:
         """Return the memory that this server needs: values, data in flight, optimizer state and a gradient per pusher."""
         pushers = self.description.pushers
-        state = STATE_TENSORS.get(self.description.optimizer.name, 2)
+        state = self.description.optimizer.state_tensors
         if (
             self.strategy.momentum_correction
             and state

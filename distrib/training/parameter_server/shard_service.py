@@ -11,12 +11,13 @@ import msgspec
 import psutil
 
 from distrib.strategy import Strategy
+from distrib.training.parameter_server.failover import DEFAULT_TIMEOUTS, FailoverTimeouts
 from distrib.training.parameter_server.membership import Membership
-from distrib.training.parameter_server.replication import ReplicationSource, ReplicationTarget
+from distrib.training.parameter_server.replication import ReplicationSource
 from distrib.training.parameter_server.server_collectives import AllGatherRounds, StoredResults
 from distrib.training.parameter_server.server_table import BufferPool, ServerTable, TableDescription
 from distrib.training.parameter_server.table_requests import TableRequests
-from distrib.training.parameter_server.transport import APPLIED, FINAL, Connection, Frame, FrameKind, decode, encode
+from distrib.training.parameter_server.transport import Connection, Frame, FrameFlag, FrameKind, decode, encode
 from distrib.units import format_size
 
 
@@ -28,21 +29,23 @@ class ShardService:
         workers: Number of workers; 0 for a replica, which learns the members from the primary.
         strategy: The settings of the job.
         pool: Memory for gradients.
+        timeouts: Times for which workers wait for other workers.
     """
 
-    def __init__(self, shard: int, workers: int, strategy: Strategy, pool: BufferPool) -> None:
+    def __init__(
+        self, shard: int, workers: int, strategy: Strategy, pool: BufferPool,
+        timeouts: FailoverTimeouts = DEFAULT_TIMEOUTS,
+    ) -> None:  # fmt: skip
         self.shard, self.strategy, self.pool = shard, strategy, pool
         self.epoch = 0
         """Number of times that a server took over the shard. A worker follows the server with the highest."""
         self.is_primary = False
-        self.target: ReplicationTarget | None = None
-        """The replica's side of the replication; None on a primary."""
         self.any_describes = False
         """True if any worker may describe a table and give first values, as all have agreed on them before."""
         self.tables: dict[int, ServerTable] = {}
         self.retired: set[int] = set()
         """Tables that are trained no more. A replacement worker still prepares them, and trains copies of its own."""
-        self.membership = Membership(shard, workers)
+        self.membership = Membership(shard, workers, timeouts)
         self.results = StoredResults()
         self.rounds = AllGatherRounds(self.membership.gatherers)
         self.replication = ReplicationSource(self.tables, self.retired, self.results, self.membership)
@@ -68,7 +71,7 @@ class ShardService:
         Args:
             epoch: The new epoch, higher than any that a worker knows.
         """
-        self.epoch, self.is_primary, self.target = epoch, True, None
+        self.epoch, self.is_primary = epoch, True
         self.expect_reconnection()
         for table in self.tables.values():
             table.controller.members = self.membership.push_ids()
@@ -201,9 +204,9 @@ class ShardService:
             self.membership.send(worker, reply, data)
 
     def _store(self, worker: int, frame: Frame, payload: Any) -> None:
-        flags = FINAL
+        flags: int = FrameFlag.FINAL
         if frame.version not in self.results.pieces:
-            flags = FINAL | APPLIED if self.results.store(worker, frame, payload) else 0
+            flags = FrameFlag.FINAL | FrameFlag.APPLIED if self.results.store(worker, frame, payload) else 0
             if flags:
                 self.replication.send_result(frame.version)
                 self._answer_fetches()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 TOKEN_BYTES = 16
-PAGE_BYTES = 4096
 
 
 class SharedArena:
@@ -96,7 +95,7 @@ def _layout(sizes: Mapping[int, int]) -> tuple[dict[int, tuple[int, int]], int]:
     """Return the offsets of each chunk's gradient and value, each on its own pages, and the total size."""
     starts, at = {}, 0
     for chunk in sorted(sizes):
-        padded = -(-sizes[chunk] // PAGE_BYTES) * PAGE_BYTES
+        padded = -(-sizes[chunk] // mmap.PAGESIZE) * mmap.PAGESIZE
         starts[chunk] = at, at + padded
         at += 2 * padded
     return starts, at

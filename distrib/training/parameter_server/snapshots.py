@@ -25,21 +25,18 @@ from distrib.environment import DISTRIB_RUN_DIR
 from distrib.training.parameter_server.server_table import ServerTable, TableDescription, as_memoryview
 from distrib.training.parameter_server.shard_service import ShardService
 
-INTERVAL_SECONDS = 10.0
-MAX_WRITING_FRACTION = 0.2
-"""Fraction of the time that is spent writing: a shared file system is slow, and other hosts use it, too."""
-REMOVE_TIMEOUT_SECONDS = 2.0
-"""Time for removing files: on NFS they stay until their writer closes them."""
-
 
 class Snapshots:
     """The last snapshot of a server, and stored results, in a folder of the server's own.
 
     Args:
         number: Number of the server.
+        interval_seconds: Least time between two snapshots.
+        max_writing_fraction: Fraction of the time that is spent writing: a shared file system is slow, and other hosts use it, too.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, interval_seconds: float = 10.0, max_writing_fraction: float = 0.2) -> None:
+        self._interval_seconds, self._max_writing_fraction = interval_seconds, max_writing_fraction
         run = Path(os.environ.get(DISTRIB_RUN_DIR) or "/nowhere")
         name = f"server-{os.environ.get('DISTRIB_JOB', os.getpid())}-{number}"
         self.folder = (
@@ -49,7 +46,7 @@ class Snapshots:
         with contextlib.suppress(OSError):  # a full disk, or it exists from an earlier process of this server
             self.folder.mkdir(mode=0o700)
         self._writer: threading.Thread | None = None
-        self._next = time.monotonic() + INTERVAL_SECONDS
+        self._next = time.monotonic() + self._interval_seconds
         self._seen: list[int] = []
         self._result_writer: threading.Thread | None = None
         self._next_result = 0.0
@@ -90,7 +87,7 @@ class Snapshots:
             if self._write(f"result-{number}", functools.partial(_write_all, [lengths + b"\n", *pieces])):
                 self._written_results.add(number)
             else:
-                self._next_result = time.monotonic() + INTERVAL_SECONDS
+                self._next_result = time.monotonic() + self._interval_seconds
 
     def write(self, service: ShardService, now: float) -> None:
         """Write a snapshot in a thread if it is due and the shard has changed.
@@ -102,7 +99,7 @@ class Snapshots:
         entries = [table.controller.index for table in service.tables.values()]
         if now < self._next or entries == self._seen or (self._writer and self._writer.is_alive()) or not self.usable:
             return
-        self._next, self._seen = now + INTERVAL_SECONDS, entries
+        self._next, self._seen = now + self._interval_seconds, entries
         tables = [_table_content(table) for table in service.tables.values() if table.is_set]
         content = {"time": time.time(), "tables": tables, "retired": sorted(service.retired)}
         self._writer = threading.Thread(target=self._write_snapshot, args=(content,), daemon=True)
@@ -111,7 +108,7 @@ class Snapshots:
     def _write_snapshot(self, content: dict[str, Any]) -> None:
         begun = time.monotonic()
         self._write(self.path.name, functools.partial(torch.save, content))
-        self._next = max(self._next, begun + (time.monotonic() - begun) / MAX_WRITING_FRACTION)
+        self._next = max(self._next, begun + (time.monotonic() - begun) / self._max_writing_fraction)
 
     def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> bool:
         partial = self.folder / f"{name}.partial"
@@ -170,7 +167,7 @@ class Snapshots:
 
     def remove(self) -> None:
         """Remove all files at the end of the job."""
-        deadline = time.monotonic() + REMOVE_TIMEOUT_SECONDS
+        deadline = time.monotonic() + 2.0  # on NFS, files stay until their writer closes them
         while self.usable and time.monotonic() < deadline:  # repeated if a writer creates a file meanwhile
             shutil.rmtree(self.folder, ignore_errors=True)
 

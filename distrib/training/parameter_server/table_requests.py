@@ -15,11 +15,9 @@ from distrib.training.parameter_server.server_collectives import AllGatherRounds
 from distrib.training.parameter_server.server_table import BufferPool, ServerTable, as_memoryview
 from distrib.training.parameter_server.shared_memory import MappedArena
 from distrib.training.parameter_server.transport import (
-    APPLIED,
-    FINAL,
-    SHARED,
     Connection,
     Frame,
+    FrameFlag,
     FrameKind,
     decode,
     encode,
@@ -133,11 +131,11 @@ class TableRequests:
                 self._pool.give_back(effect.gradient)
 
     def _send_value(self, table: ServerTable, reply: PushReply, worker: int, connection: Connection) -> None:
-        chunk, flags = reply.chunk, APPLIED if reply.applied else 0
+        chunk, flags = reply.chunk, FrameFlag.APPLIED if reply.applied else 0
         payload, on_sent = None, None
         if memory := self._memory.get((worker, table.number)):
             table.publish_into(chunk, reply.worker, memory.values[chunk])
-            flags |= SHARED
+            flags |= FrameFlag.SHARED
         else:
             payload, on_sent = table.publish(chunk, reply.worker)
         frame = Frame(FrameKind.VALUE, flags, table.number, chunk, reply.step, table.controller.version(chunk))
@@ -146,7 +144,7 @@ class TableRequests:
     # -- handlers, by kind of frame ------------------------------------------------------------------------------------
 
     def _push(self, table: ServerTable, worker: int, frame: Frame, payload: Any) -> None:
-        if frame.flags & SHARED:
+        if frame.flags & FrameFlag.SHARED:
             payload = self._memory[worker, frame.table].gradients[frame.chunk]
         push_id = self._membership.push_id(worker)
         self._pushers[push_id] = worker
@@ -160,7 +158,7 @@ class TableRequests:
             frame.step,
             frame.version,
             payload,
-            final=bool(frame.flags & FINAL),
+            final=bool(frame.flags & FrameFlag.FINAL),
             weight=frame.weight,
         )
         self.run(table, effects)
@@ -194,7 +192,7 @@ class TableRequests:
                 table.options[other] = table.last_options
 
     def _set_value(self, table: ServerTable, worker: int, frame: Frame, payload: Any) -> None:
-        table.set_value(frame.chunk, payload, replace=bool(frame.flags & FINAL))
+        table.set_value(frame.chunk, payload, replace=bool(frame.flags & FrameFlag.FINAL))
         self._replication.send_chunk(table, frame.chunk)
         self._answer_pulls(table, frame.chunk)
         self._membership.reply(worker, frame)

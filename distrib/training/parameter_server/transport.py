@@ -16,36 +16,24 @@ import heapq
 import selectors
 import socket
 import struct
-import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from distrib.errors import TrainingError
+from distrib.training.parameter_server.event_loop import EventLoop
 from distrib.units import format_size
-from distrib.utils.framing import Handshake, ProtocolError
+from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, Handshake, ProtocolError
 
 HEADER = struct.Struct("!BBHIQQHI")
 GREETING = b"dps1"
 MAX_PAYLOAD_BYTES = 1 << 31
-SILENCE_TIMEOUT_SECONDS = 5.0
-"""Time without acknowledgement after which the kernel closes a connection. The peer may connect again."""
-
-MAX_UNSENT_BYTES = 512 << 10
-"""Data of a connection that the kernel holds and has not sent: nothing can overtake it."""
-
-WAKE_UP_BYTES = 128 << 10
-"""Data of a large payload that wakes the process: a wake-up costs as much as copying 50 KiB."""
-
-READ_TURN_BYTES = 4 << 20
-"""Data that is read from one connection before other connections get their turn."""
+"""Maximum size of a frame's payload, whose length is a field of 4 bytes."""
 
 
 class FrameKind(enum.IntEnum):
-    """FrameKind of a frame. Workers send HELLO to RETIRE, servers to workers WELCOME to MAIN, servers to servers HELLO, RETIRE and
+    """Kind of a frame. Workers send HELLO to RETIRE, servers to workers WELCOME to MAIN, servers to servers HELLO, RETIRE and
     STATE to LOG_ACK. Members of a host group and their leader use those that they need."""
 
     HELLO = 1
@@ -79,14 +67,17 @@ class FrameKind(enum.IntEnum):
     LOG_ACK = 51
 
 
-FINAL, APPLIED, MORE, SHARED = 1, 2, 4, 8
-"""Flags of a frame.
+class FrameFlag(enum.IntFlag):
+    """Flags of a frame, whose meaning depends on its kind."""
 
-FINAL: a PUSH needs no COMMIT; a SET_VALUE replaces values that are set; a STATE lists the members; a STORE is complete.
-APPLIED: the gradient of a VALUE was applied; the STATE of a table is complete; a STORE was this worker's.
-MORE: another frame of a LOG or STATE follows.
-SHARED: the payload of a PUSH or VALUE is in shared memory; a STATE is a stored result.
-"""
+    FINAL = 1
+    """A PUSH needs no COMMIT; a SET_VALUE replaces values that are set; a STATE lists the members; a STORE is complete."""
+    APPLIED = 2
+    """The gradient of a VALUE was applied; the STATE of a table is complete; a STORE was this worker's."""
+    MORE = 4
+    """Another frame of a LOG or STATE follows."""
+    SHARED = 8
+    """The payload of a PUSH or VALUE is in shared memory; a STATE is a stored result."""
 
 
 class Frame(NamedTuple):
@@ -142,32 +133,30 @@ def check_payload_size(
 
 
 class Connection:
-    """One end of a connection. After `OSError` or `ProtocolError` it must be closed.
+    """One end of a connection, served by an event loop. All methods are for the loop's thread.
 
     Args:
+        loop: The event loop that serves it.
         sock: A socket that is connected or connecting. It becomes non-blocking.
         key: The key of the job.
         listener: True for the side that accepted the connection.
+        on_frame: Called with each frame and its complete payload. It may raise OSError to close the connection.
+        on_closed: Called when the connection has broken or the handshake has failed; not after `close`.
         allocate: Returns the memory for a frame's payload; None for new memory.
-        on_frame: Called with each frame and its complete payload.
-        on_queued: Called when there is something to send.
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        key: bytes,
-        *,
-        listener: bool,
-        allocate: Callable[[Frame], memoryview | None],
-        on_frame: Callable[[Frame, Any], None],
-        on_queued: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, loop: EventLoop, sock: socket.socket, key: bytes, *, listener: bool,
+        on_frame: Callable[[Frame, Any], None], on_closed: Callable[[], None],
+        allocate: Callable[[Frame], memoryview | None] = lambda _: None,
+    ) -> None:  # fmt: skip
         sock.setblocking(False)
-        set_tcp_options(sock)
+        _set_tcp_options(sock)
         self.sock = sock
-        self.opened = time.monotonic()
-        self._allocate, self._on_frame, self._on_queued = allocate, on_frame, on_queued
+        self.peer = -1
+        """Rank of the worker at the other end, if the owner sets it."""
+        self._loop, self._allocate, self._on_frame, self._on_closed = loop, allocate, on_frame, on_closed
+        self._is_closed = self._flush_is_scheduled = False
         self._low_water_bytes = 1
         self._handshake = Handshake(key, GREETING, listener=listener)
         self._unsent_handshake = self._handshake.opening
@@ -178,18 +167,35 @@ class Connection:
         self._queue: list[tuple[int, int, Outgoing]] = []
         self._count = 0
         self._current: tuple[Outgoing, list[memoryview]] | None = None
+        loop.watch(sock, self._on_events, writing=True)
+        loop.call_later(HANDSHAKE_TIMEOUT_SECONDS, lambda: None if self._handshake.proven else self._break())
 
-    @property
-    def proven(self) -> bool:
-        """True once the peer has proven that it knows the job's key."""
-        return self._handshake.proven
+    def _on_events(self, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                self._read()
+        except (OSError, ProtocolError):
+            self._break()
+        self._flush()
+
+    def _break(self) -> None:
+        if not self._is_closed:
+            self.close()
+            self._on_closed()
+
+    def close(self) -> None:
+        """Close the socket."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.unwatch(self.sock)
+            self.sock.close()
 
     # -- out ------------------------------------------------------------------------------------------------------
 
     def send(
         self, frame: Frame, payload: Any = b"", *, priority: int = -1, on_sent: Callable[[], None] | None = None
     ) -> Outgoing:
-        """Queue a frame.
+        """Queue a frame. It is sent once the present callback of the loop has returned.
 
         Args:
             frame: The header; its length is filled in.
@@ -207,33 +213,41 @@ class Connection:
         check_payload_size(len(outgoing.payload))
         self._count += 1
         heapq.heappush(self._queue, (priority, self._count, outgoing))
-        self._on_queued()
+        if not self._flush_is_scheduled:
+            self._flush_is_scheduled = True
+            self._loop.defer(self._flush)
         return outgoing
 
-    @property
-    def has_unsent(self) -> bool:
-        """True if there is something to send."""
-        return bool(self._unsent_handshake or self._current or (self._queue and self.proven))
-
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Send as much as the socket accepts."""
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            while self._unsent_handshake:
-                self._unsent_handshake = self._unsent_handshake[self.sock.send(self._unsent_handshake) :]
-            while self.proven:
-                if self._current is None and not self._next():
-                    return
-                assert self._current
-                outgoing, parts = self._current
-                sent = self.sock.sendmsg(parts)
-                while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
-                if parts:
-                    parts[0] = parts[0][sent:]
-                else:
-                    self._current = None
-                    if outgoing.on_sent:
-                        outgoing.on_sent()
+        self._flush_is_scheduled = False
+        if self._is_closed:
+            return
+        try:
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                self._send_queued()
+            has_unsent = self._unsent_handshake or self._current or (self._queue and self._handshake.proven)
+            self._loop.watch(self.sock, self._on_events, writing=bool(has_unsent))
+        except (OSError, ValueError):  # selectors raise ValueError for a socket that a callback has closed
+            self._break()
+
+    def _send_queued(self) -> None:
+        while self._unsent_handshake:
+            self._unsent_handshake = self._unsent_handshake[self.sock.send(self._unsent_handshake) :]
+        while self._handshake.proven:
+            if self._current is None and not self._next():
+                return
+            assert self._current
+            outgoing, parts = self._current
+            sent = self.sock.sendmsg(parts)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+            else:
+                self._current = None
+                if outgoing.on_sent:
+                    outgoing.on_sent()
 
     def _next(self) -> bool:
         while self._queue:
@@ -249,12 +263,11 @@ class Connection:
 
     # -- in -------------------------------------------------------------------------------------------------------
 
-    def read(self) -> None:
-        """Receive the bytes that have arrived, up to `READ_TURN_BYTES`."""
-        left = READ_TURN_BYTES
+    def _read(self) -> None:
+        left = 4 << 20  # then other connections get their turn
         with contextlib.suppress(BlockingIOError, InterruptedError):
             while left > 0:
-                if not self.proven:
+                if not self._handshake.proven:
                     self._shake_hands()
                     continue
                 target = self._head if self._frame is None else self._body
@@ -266,13 +279,12 @@ class Connection:
                     left -= got
                 if self._got == len(target):
                     self._complete()
-        if self.proven:
+        if self._handshake.proven:
             self._set_low_water()
 
     def _set_low_water(self) -> None:
-        """Wake up when the rest of a payload or much of it has arrived, not for each packet."""
-        left = len(self._body) - self._got if self._frame is not None else 1
-        low_water = min(left, WAKE_UP_BYTES)
+        """Wake up when the rest of a payload or 128 KiB of it have arrived: a wake-up costs as much as copying 50 KiB."""
+        low_water = min(len(self._body) - self._got, 128 << 10) if self._frame is not None else 1
         if low_water != self._low_water_bytes:
             self._low_water_bytes = low_water
             with contextlib.suppress(OSError):
@@ -306,27 +318,35 @@ class Connection:
         if not data:
             raise ConnectionResetError("the peer has closed the connection")
         self._unsent_handshake += self._handshake.feed(data)
-        self.flush()
-
-    def close(self) -> None:
-        """Close the socket."""
-        self.sock.close()
 
 
-def set_tcp_options(sock: socket.socket) -> None:
-    """Send small frames at once, keep the kernel's queue short, and fail when the peer is silent.
+def start_connecting(address: tuple[str, int]) -> socket.socket:
+    """Open a non-blocking TCP connection, without waiting for it.
 
     Args:
-        sock: Any socket; options that it does not have are left out.
+        address: Host and port, IPv4 or IPv6.
+
+    Returns:
+        A socket that is connecting.
     """
-    with contextlib.suppress(OSError):
+    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    sock.setblocking(False)
+    sock.connect_ex(address)
+    return sock
+
+
+def _set_tcp_options(sock: socket.socket, silence_seconds: int = 5) -> None:
+    """Send small frames at once, and close the connection after `silence_seconds` without acknowledgement. The peer may return."""
+    with contextlib.suppress(OSError):  # a local socket has no such options
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(SILENCE_TIMEOUT_SECONDS) - 2))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_TIMEOUT_SECONDS * 1000))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, silence_seconds - 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_seconds * 1000)
+        sock.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 512 << 10
+        )  # nothing can overtake what the kernel holds
 
 
 def encode(value: Any) -> bytes:
@@ -357,91 +377,3 @@ def decode(payload: Any) -> Any:
         return msgspec.json.decode(payload)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a payload is not JSON: {error}") from None
-
-
-class EventLoop:
-    """A loop of one thread over sockets, calls from other threads, and timers."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._calls: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        self._wake_lock = threading.Lock()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake_up)
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-        self._unwatched: set[socket.socket] = set()
-        self.ended = False
-
-    def call_soon(self, work: Callable[[], None]) -> None:
-        """Run a function in the loop's thread. Any thread may call this.
-
-        Args:
-            work: The function.
-        """
-        self._calls.append(work)
-        if self._wake_lock.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                self._wake_write.send(b"!")
-
-    def call_later(self, seconds: float, work: Callable[[], None]) -> None:
-        """Run a function after a time. For the loop's own thread.
-
-        Args:
-            seconds: The time from now.
-            work: The function.
-        """
-        self._count += 1
-        heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, work))
-
-    def watch(self, sock: socket.socket, on_events: Callable[[int], None], *, writing: bool = False) -> None:
-        """Call a function when a socket is readable or writable.
-
-        Args:
-            sock: The socket, which may be watched already.
-            on_events: Called with the events.
-            writing: True to wait for the socket to be writable, too.
-        """
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
-        try:
-            key = self._selector.get_key(sock)
-        except KeyError:
-            self._selector.register(sock, events, on_events)
-            return
-        if key.events != events or key.data != on_events:
-            self._selector.modify(sock, events, on_events)
-
-    def unwatch(self, sock: socket.socket) -> None:
-        """Stop watching a socket. Events that have happened already are not delivered.
-
-        Args:
-            sock: The socket.
-        """
-        self._unwatched.add(sock)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
-
-    def run(self) -> None:
-        """Run until `ended`."""
-        while not self.ended:
-            timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-            if self._calls:
-                timeout = 0.0
-            self._unwatched.clear()
-            for key, events in self._selector.select(timeout):
-                if key.fileobj not in self._unwatched:
-                    key.data(events)
-            if self._calls:  # one at a time, as each may wait for a GPU while there is data to send
-                self._calls.popleft()()
-            while self._timers and self._timers[0][0] <= time.monotonic():
-                heapq.heappop(self._timers)[2]()
-        self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
-
-    def _on_wake_up(self, _: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_read.recv(64)
-        self._wake_lock.release()

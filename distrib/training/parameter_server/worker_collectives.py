@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 from distrib.errors import DistribError, TrainingError
+from distrib.training.checksums import content_digest
+from distrib.training.collectives import to_bytes
 from distrib.training.parameter_server.client import ParameterClient
-from distrib.training.parameter_server.transport import (
-    APPLIED,
-    FINAL,
-    Frame,
-    FrameKind,
-    check_payload_size,
-    decode,
-    encode,
-)
+from distrib.training.parameter_server.server_table import as_memoryview
+from distrib.training.parameter_server.transport import Frame, FrameFlag, FrameKind, check_payload_size, decode, encode
 from distrib.training.world import World
 
 T = TypeVar("T")
-
-PIECE_BYTES = 256 << 20
-"""Size of the pieces of a result: a frame has a maximum size, and a server must answer other workers meanwhile."""
-
-INDEX_ENTRY_BYTES = 32
-"""Upper bound for the index entry of one contribution."""
 
 EVALUATION = "view"
 """Tag of the collective at the beginning of an evaluation."""
@@ -40,10 +32,16 @@ class WorkerCollectives:
         world: The ranks of the job.
         is_replacement: True for a replacement worker, which is at another place of the script. It receives the results of
             main, and takes part in no all-gather.
+        on_collective: Called at the beginning of each collective, which other workers may reach with newer parameters.
+        piece_bytes: Size of the pieces of a stored result. A frame has a maximum size, and a server must answer other workers meanwhile.
     """
 
-    def __init__(self, client: ParameterClient, world: World, *, is_replacement: bool) -> None:
+    def __init__(
+        self, client: ParameterClient, world: World, *, is_replacement: bool,
+        on_collective: Callable[[], None] = lambda: None, piece_bytes: int = 256 << 20,
+    ) -> None:  # fmt: skip
         self._client, self._world, self._is_replacement = client, world, is_replacement
+        self._on_collective, self._piece_bytes = on_collective, piece_bytes
         self._results = 0
         self._since_evaluation: int | None = None  # collectives since an evaluation began
 
@@ -59,6 +57,7 @@ class WorkerCollectives:
         Raises:
             TrainingError: The function raised an error on the main rank; there the error itself is raised.
         """
+        self._on_collective()
         self._announce_wait()
         number, self._results = self._results, self._results + 1
         error: Exception | None = None
@@ -84,18 +83,19 @@ class WorkerCollectives:
 
     def _store(self, number: int, content: bytes) -> bool:
         """Store a result on the servers. Returns False if they have one of another worker."""
-        whole, count = memoryview(content), -(-len(content) // PIECE_BYTES)
+        size = self._piece_bytes
+        whole, count = memoryview(content), -(-len(content) // size)
         pieces = [
-            (Frame(FrameKind.STORE, chunk=n, version=number, weight=count), whole[n * PIECE_BYTES :][:PIECE_BYTES])
+            (Frame(FrameKind.STORE, chunk=n, version=number, weight=count), whole[n * size :][:size])
             for n in range(count)
         ]
         while True:  # from the first piece again if the server was lost between two
             for frame, piece in pieces:
                 flags = self._client.result(self._client.request(0, frame, piece))[0].flags
-                if flags & FINAL:
-                    if flags & APPLIED:
+                if flags & FrameFlag.FINAL:
+                    if flags & FrameFlag.APPLIED:
                         self._client.retain_result(number, pieces)
-                    return bool(flags & APPLIED)
+                    return bool(flags & FrameFlag.APPLIED)
 
     def _fetch(self, number: int, piece: int) -> tuple[Frame, Any]:
         frame = Frame(FrameKind.FETCH, chunk=piece, version=number)
@@ -133,6 +133,7 @@ class WorkerCollectives:
         Raises:
             TrainingError: All of it is too large for a frame.
         """
+        self._on_collective()
         if self._is_replacement:
             return [(self._world.rank, data)]
         self._announce_wait()
@@ -142,7 +143,8 @@ class WorkerCollectives:
             self._since_evaluation += 1
         head = encode([tag, self._since_evaluation]) + b"\n"
         own = b"".join([head, data])
-        check_payload_size(self._world.size * (len(own) + INDEX_ENTRY_BYTES), hint="reduce it in several parts")
+        # 32 bytes are an upper bound for the index entry of one contribution.
+        check_payload_size(self._world.size * (len(own) + 32), hint="reduce it in several parts")
         while True:
             contributions = self._all_gather(own)
             same = [(rank, whole[len(head) :]) for rank, whole in contributions if whole[: len(head)] == head]
@@ -151,6 +153,56 @@ class WorkerCollectives:
         if tag == EVALUATION:
             self._client.missed_rounds = False
         return same or [(self._world.rank, data)]
+
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set tensors to the main rank's values. Only tensors that differ are sent; they stay on the servers. Collective.
+
+        Args:
+            tensors: Tensors by name, with the same names on every rank.
+        """
+        own = [content_digest(value)[:16] if value.layout is torch.strided else "" for value in tensors.values()]
+        digests = [decode(data) for _, data in self.gather(f"{len(own)} values", encode(own))]
+        all_present = len(digests) == self._world.size
+        equal = {
+            name
+            for name, *found in zip(tensors, *digests, strict=True)
+            if all_present and found[0] and len({*found}) == 1
+        }
+        content = self.from_main(lambda: to_bytes({n: v.detach() for n, v in tensors.items() if n not in equal}))
+        with torch.no_grad():
+            # In host memory: a GPU may lack room for a second copy.
+            for name, value in torch.load(io.BytesIO(content), weights_only=True, map_location="cpu").items():
+                target = tensors.get(name)
+                if target is None or target.shape != value.shape:  # a buffer that has grown here
+                    continue
+                # An equal tensor is not written, as it may be an expanded view.
+                if target.layout is not torch.strided or not torch.equal(target, value.to(target.device)):
+                    target.copy_(value)
+
+    def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """Reduce a tensor over the present ranks. Collective.
+
+        Args:
+            tensor: A tensor of the same shape and type on every rank.
+            op: `mean`, `sum`, `max` or `min`.
+
+        Returns:
+            A new tensor on the same device.
+        """
+        own = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+        # The tag contains type and shape, so that calls from different lines of the script do not match.
+        gathered = self.gather(f"{op} {own.dtype} {list(own.shape)}", as_memoryview(own))
+        tensors = [
+            torch.frombuffer(data, dtype=own.dtype).view(own.shape) if own.numel() else own for _, data in gathered
+        ]
+        stacked = torch.stack(tensors)
+        if op == "mean":
+            result = stacked.sum(0) / len(tensors)
+        elif op == "sum":
+            result = stacked.sum(0, dtype=tensor.dtype)
+        else:
+            result = stacked.amax(0) if op == "max" else stacked.amin(0)
+        return result.to(tensor.device)
 
     def _all_gather(self, data: Any) -> list[tuple[int, memoryview]]:
         number, self._client.round = self._client.round, self._client.round + 1

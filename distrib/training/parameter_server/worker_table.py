@@ -29,7 +29,7 @@ from distrib.training.parameter_server.server_table import (
     transfer_dtype,
 )
 from distrib.training.parameter_server.shared_memory import SharedArena
-from distrib.training.parameter_server.transport import FINAL, Frame, FrameKind, decode
+from distrib.training.parameter_server.transport import Frame, FrameFlag, FrameKind, decode
 
 
 class ChunkedParameters:
@@ -250,7 +250,7 @@ class WorkerTable(ChunkedParameters):
         """
         futures = []
         for number in numbers:
-            frame = Frame(FrameKind.SET_VALUE, FINAL if replace else 0, self.number, number)
+            frame = Frame(FrameKind.SET_VALUE, FrameFlag.FINAL if replace else 0, self.number, number)
             value = as_memoryview(self._flat_value(self.chunks[number]))
             futures.append(self.client.request(self.buffers[number].shard, frame, value))
         for future in futures:

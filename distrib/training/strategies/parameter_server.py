@@ -12,7 +12,6 @@ parameters and pushes gradients. Collectives do not wait for it, and it is never
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,22 +19,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from distrib.environment import DISTRIB_ADDRESS, DISTRIB_RESTARTED
 from distrib.strategy import Strategy
-from distrib.training.checksums import content_digest
-from distrib.training.collectives import to_bytes
 from distrib.training.model_parameters import move_optimizer_state
 from distrib.training.parameter_server.client import ParameterClient
+from distrib.training.parameter_server.failover import DEFAULT_TIMEOUTS, FailoverTimeouts
+from distrib.training.parameter_server.host_aggregation.group_formation import form_host_group
 from distrib.training.parameter_server.host_aggregation.host_group import host_identity
-from distrib.training.parameter_server.host_aggregation.leader import HostLeader
-from distrib.training.parameter_server.host_aggregation.local_socket import open_local_listener
-from distrib.training.parameter_server.host_aggregation.member import HostMember
 from distrib.training.parameter_server.model_synchronizer import ModelSynchronizer
+from distrib.training.parameter_server.optimizer_hooks import OptimizerHooks, give_optimizer_state
 from distrib.training.parameter_server.server import read_server_addresses
-from distrib.training.parameter_server.server_table import as_memoryview
-from distrib.training.parameter_server.transport import Frame, FrameKind, decode, encode
+from distrib.training.parameter_server.transport import Frame, FrameKind, decode
 from distrib.training.parameter_server.worker_collectives import EVALUATION, WorkerCollectives
 from distrib.training.parameter_server.worker_table import WorkerTable
 from distrib.training.strategies.base import ElasticStrategy
@@ -49,26 +44,30 @@ class ParameterServerStrategy(ElasticStrategy):
 
     exclusive_parameters = True
 
-    def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+    def __init__(
+        self, strategy: Strategy, world: World, device: torch.device, timeouts: FailoverTimeouts = DEFAULT_TIMEOUTS
+    ) -> None:
         """Connect to the servers.
 
         Args:
             strategy: The strategy chosen at launch.
             world: The planned ranks of the job.
             device: The device of this rank.
+            timeouts: Times after which this rank reacts to a lost server.
         """
         super().__init__(strategy, world, device)
         addresses, key = read_server_addresses(os.environ)
         is_replacement = bool(os.environ.get(DISTRIB_RESTARTED))
         self.client = ParameterClient(
-            world.rank, addresses, key, replicas=bool(strategy.replicas), restarted=is_replacement
+            world.rank, addresses, key, replicas=bool(strategy.replicas), restarted=is_replacement, timeouts=timeouts
         )
         self.client.rejoin = self._rejoin
         self.models = ModelSynchronizer(self.client.is_main, is_replacement=is_replacement)
-        self._collectives = WorkerCollectives(self.client, world, is_replacement=is_replacement)
+        self._collectives = WorkerCollectives(
+            self.client, world, is_replacement=is_replacement, on_collective=self.models.mark_outdated
+        )
         self._created_tables = 0
-        self._gradient_hooks: dict[torch.Tensor, RemovableHandle] = {}
-        self._optimizer_hooks: dict[Optimizer, list[RemovableHandle]] = {}
+        self._hooks: dict[Optimizer, OptimizerHooks] = {}
         self._has_grouped = False
         self._pushers = world.size  # host groups, and workers without one
 
@@ -128,31 +127,10 @@ class ParameterServerStrategy(ElasticStrategy):
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         # Includes non-persistent buffers, and values that a model's own state_dict omits.
         state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._broadcast_from_main({name: value for name, value in state.items() if not value.requires_grad})
+        self._collectives.broadcast({name: value for name, value in state.items() if not value.requires_grad})
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.models.add_model(model)
         return model
-
-    def _broadcast_from_main(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set tensors to the main rank's values. Only tensors that differ are sent; they stay on the servers."""
-        own = [content_digest(value)[:16] if value.layout is torch.strided else "" for value in tensors.values()]
-        digests = [decode(data) for _, data in self._gather(f"{len(own)} values", encode(own))]
-        all_present = len(digests) == self.world.size
-        equal = {
-            name
-            for name, *found in zip(tensors, *digests, strict=True)
-            if all_present and found[0] and len({*found}) == 1
-        }
-        content = self.from_main(lambda: to_bytes({n: v.detach() for n, v in tensors.items() if n not in equal}))
-        with torch.no_grad():
-            # In host memory: a GPU may lack room for a second copy.
-            for name, value in torch.load(io.BytesIO(content), weights_only=True, map_location="cpu").items():
-                target = tensors.get(name)
-                if target is None or target.shape != value.shape:  # a buffer that has grown here
-                    continue
-                # An equal tensor is not written, as it may be an expanded view.
-                if target.layout is not torch.strided or not torch.equal(target, value.to(target.device)):
-                    target.copy_(value)
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +144,7 @@ class ParameterServerStrategy(ElasticStrategy):
         names: dict[torch.Tensor, str] = {
             parameter: name for model in self.models.models for name, parameter in model.named_parameters()
         }
-        self._group_host()
+        self._form_host_group()
         table = WorkerTable(
             self._created_tables, optimizer, names, self.client, self.settings.gradients.format,
             counts_skipped_steps=self.settings.staleness is not None, pushers=self._pushers,
@@ -176,11 +154,9 @@ class ParameterServerStrategy(ElasticStrategy):
         table.begin()
         self.models.add_table(table)
         if had_state:
-            self._give_optimizer_state(table)
+            give_optimizer_state(table, is_main=self.is_main)
         self.models.own_parameters(table)
-        for parameter in table.chunks_of:
-            hook = parameter.register_post_accumulate_grad_hook(table.on_gradient_ready)  # type: ignore[no-untyped-call]
-            self._gradient_hooks[parameter] = hook
+        self._hooks[optimizer] = OptimizerHooks(table, self.models, self.client.is_main)
         untrained = [
             parameter
             for model in self.models.models_of(table)
@@ -188,31 +164,7 @@ class ParameterServerStrategy(ElasticStrategy):
             if parameter.requires_grad and parameter not in self.models.owners
         ]
         if untrained:  # perhaps no optimizer will train them
-            self._broadcast_from_main({str(number): parameter for number, parameter in enumerate(untrained)})
-        hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-
-        def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            args, kwargs = _call_closure(args, kwargs)
-            table.check()
-            if hasattr(optimizer, "found_inf"):
-                table.disable_eager_pushes()
-            self._take_step(table, skip=not _unscale_gradients(optimizer))
-            hidden[:] = [(parameter, parameter.grad) for parameter in table.parameters]
-            for parameter in table.parameters:
-                parameter.grad = None  # so that the optimizer's own step changes nothing
-            return args, kwargs
-
-        def after(*_: Any) -> None:
-            for parameter, gradient in hidden:
-                parameter.grad = gradient
-            hidden.clear()
-
-        self._optimizer_hooks[optimizer] = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-            optimizer.register_state_dict_post_hook(lambda _, state: self._add_state(table, state)),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._give_optimizer_state(table)),
-        ]
+            self._collectives.broadcast({str(number): parameter for number, parameter in enumerate(untrained)})
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
         """End the table of an optimizer, after its last values were pulled. Collective.
@@ -222,16 +174,13 @@ class ParameterServerStrategy(ElasticStrategy):
         """
         table = next(table for table in self.tables if table.optimizer is optimizer)
         table.wait()
-        self._gather(f"the end of table {table.number}")  # from now on no worker pushes to it
+        self._collectives.gather(f"the end of table {table.number}")  # from now on no worker pushes to it
         table.pull()
-        for handle in self._optimizer_hooks.pop(optimizer):
-            handle.remove()
+        self._hooks.pop(optimizer).remove()
         if self.is_main:
             optimizer.state.update(table.optimizer_state())  # it may be saved or prepared again
         table.end()
         self.models.remove_table(table)
-        for parameter in table.chunks_of:
-            self._gradient_hooks.pop(parameter).remove()
 
     def release_model(self, model: nn.Module) -> None:
         """Remove a model that no prepared optimizer trains any more.
@@ -241,27 +190,17 @@ class ParameterServerStrategy(ElasticStrategy):
         """
         self.models.remove_model(model)
 
-    def _group_host(self) -> None:
+    def _form_host_group(self) -> None:
         """Form a host group whose workers push together, if their gradients cross the network. Collective at the first call."""
-        if self._has_grouped or not self._may_group:
-            return
-        self._has_grouped = True
-        listener = open_local_listener()
-        host = f"rank {self.world.rank}" if self._is_beside_all_servers else host_identity()
-        gathered = self._gather("host groups", encode([host, listener.getsockname().hex()]))
-        workers = {rank: decode(data) for rank, data in gathered}
-        self._pushers = len({where for where, _ in workers.values()})
-        sockets = {rank: bytes.fromhex(name) for rank, (where, name) in workers.items() if where == host}
-        if len(sockets) == 1 or self.world.rank not in sockets:
-            listener.close()
-            return
-        leader = min(sockets)
-        push_id, synchronous = self.world.size + leader, self.settings.staleness == 0
-        if leader == self.world.rank:
-            self.client.join_group(HostLeader(self.client, push_id, listener, sockets, synchronous=synchronous))
-        else:
-            listener.close()
-            self.client.join_group(HostMember(self.client, push_id, sockets[leader], synchronous=synchronous))
+        if not self._has_grouped and self._may_group:
+            self._has_grouped = True
+            self._pushers = form_host_group(
+                self.client,
+                f"rank {self.world.rank}" if self._is_beside_all_servers else host_identity(),
+                lambda data: self._collectives.gather("host groups", data),
+                size=self.world.size,
+                synchronous=self.settings.staleness == 0,
+            )
 
     def on_step_skipped(self, optimizer: Optimizer) -> None:
         """Report a skipped step to the servers.
@@ -271,7 +210,7 @@ class ParameterServerStrategy(ElasticStrategy):
         """
         for table in self.tables:
             if table.optimizer is optimizer:
-                self._take_step(table, skip=True)
+                self.models.take_step(table, skip=True)
 
     def on_gradients_unscaled(self, optimizer: Optimizer) -> None:
         """Disable pushes during backward, because a GradScaler changes gradients afterwards.
@@ -282,24 +221,6 @@ class ParameterServerStrategy(ElasticStrategy):
         for table in self.tables:
             if table.optimizer is optimizer:
                 table.disable_eager_pushes()
-
-    def _take_step(self, table: WorkerTable, *, skip: bool = False) -> None:
-        late = self.models.late_chunks(table)
-        table.take_step(skip=skip)
-        self.models.is_current = False
-        table.install_values(late)
-
-    def _add_state(self, table: WorkerTable, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dict of an optimizer with the servers' state."""
-        order = [p for group in table.optimizer.param_groups for p in group["params"]]
-        found = table.optimizer_state()
-        return {**state, "state": {number: found[p] for number, p in enumerate(order) if found.get(p)}}
-
-    def _give_optimizer_state(self, table: WorkerTable) -> None:
-        table.check_optimizer_state(table.optimizer.state)  # on every rank, so that all ranks fail together
-        if self.is_main:
-            table.give_optimizer_state(table.optimizer.state)
-        table.optimizer.state.clear()
 
     def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
         """Switch pushes during the next backward passes.
@@ -329,7 +250,6 @@ class ParameterServerStrategy(ElasticStrategy):
         Returns:
             The result of `work` on the main rank. Its exception, if any, is raised on every rank.
         """
-        self.models.is_current = False
         return self._collectives.from_main(work)
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -342,24 +262,7 @@ class ParameterServerStrategy(ElasticStrategy):
         Returns:
             A new tensor on the same device.
         """
-        own = tensor.cpu().contiguous().resolve_conj().resolve_neg()
-        # The tag contains type and shape, so that calls from different lines of the script do not match.
-        gathered = self._gather(f"{op} {own.dtype} {list(own.shape)}", as_memoryview(own))
-        tensors = [
-            torch.frombuffer(data, dtype=own.dtype).view(own.shape) if own.numel() else own for _, data in gathered
-        ]
-        stacked = torch.stack(tensors)
-        if op == "mean":
-            result = stacked.sum(0) / len(tensors)
-        elif op == "sum":
-            result = stacked.sum(0, dtype=tensor.dtype)
-        else:
-            result = stacked.amax(0) if op == "max" else stacked.amin(0)
-        return result.to(tensor.device)
-
-    def _gather(self, tag: str, data: Any = b"") -> list[tuple[int, Any]]:
-        self.models.is_current = False
-        return self._collectives.gather(tag, data)
+        return self._collectives.reduce(tensor, op)
 
     def view(self, epoch: int, training: bool) -> tuple[int, int]:
         """Choose the share of an epoch that this rank reads.
@@ -379,7 +282,7 @@ class ParameterServerStrategy(ElasticStrategy):
             return (self.world.rank + epoch) % size, size
         for table in self.tables:
             table.wait()
-        present = [rank for rank, _ in self._gather(EVALUATION)]
+        present = [rank for rank, _ in self._collectives.gather(EVALUATION)]
         self.models.refresh()  # calls of methods and submodules fetch no values
         if self.world.rank not in present:  # it was disconnected and missed the start of this evaluation
             return 0, 1
@@ -393,7 +296,7 @@ class ParameterServerStrategy(ElasticStrategy):
         return summarize_staleness(counts)
 
     def synchronize(self) -> None:
-        self.models.is_current = False
+        self.models.mark_outdated()
         self.models.refresh()
         self.models.check_untrained()
 
@@ -403,7 +306,7 @@ class ParameterServerStrategy(ElasticStrategy):
         Args:
             state: Not used.
         """
-        self._gather("restored")
+        self._collectives.gather("restored")
         self.models.refresh()
 
     def close(self) -> None:
@@ -412,30 +315,6 @@ class ParameterServerStrategy(ElasticStrategy):
             self.client.group.wait_for_members()
         self.models.closed = True  # the models keep their values
         self.client.close()
-
-
-def _call_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure of a step early, because its gradients are pushed. Returns arguments with a closure that returns the loss."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    return (args[0],), {**{k: v for k, v in kwargs.items() if k != "closure"}, "closure": lambda: loss}
-
-
-def _unscale_gradients(optimizer: Optimizer) -> bool:
-    """Remove the scale that a GradScaler leaves to fused optimizers. Returns False if the step must be skipped."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    scale = getattr(optimizer, "grad_scale", None)
-    if found_inf is not None and bool(found_inf.item()):
-        return False
-    if scale is not None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(scale)
-    return True
 
 
 def summarize_staleness(counts: Mapping[int, int]) -> dict[str, float]:

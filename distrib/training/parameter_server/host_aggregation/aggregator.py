@@ -50,6 +50,7 @@ class _ChunkRound:
         self.uncommitted: list[tuple[int, int]] = []  # workers and steps of the mean that was pushed and not committed
         self.in_flight: ApplyUpdate | None = None  # committed and not answered
         self.due: deque[ApplyUpdate] = deque()
+        self.last_step = 0  # of the mean that was committed last
 
 
 class HostAggregator:
@@ -158,6 +159,7 @@ class HostAggregator:
             actions += [PushReply(chunk, other, of_step, applied=False) for other, of_step in unanswered]
             self._rounds[chunk] = fresh = _ChunkRound(chunk, {worker})
             fresh.controller.join(worker, step + 1)
+            fresh.last_step = step
         return actions
 
     def on_reply(self, chunk: int, *, applied: bool) -> list[LeaderAction]:
@@ -184,8 +186,12 @@ class HostAggregator:
         actions: list[LeaderAction] = [effect for effect in effects if isinstance(effect, PushReply)]
         if state.in_flight:
             return actions
+        while state.due and state.due[0].updates[0].step <= state.last_step:  # the host has pushed this step without them
+            replies = state.controller.set_replicated(state.due.popleft().entry)
+            actions += [reply._replace(applied=False) for reply in replies if isinstance(reply, PushReply)]
         if state.due:
             state.in_flight = sent = state.due.popleft()
+            state.last_step = sent.updates[0].step
             uncommitted, state.uncommitted = state.uncommitted, []
             if _contributors(sent.updates) == uncommitted:
                 actions.append(CommitMean(chunk, sent.updates[0].step))

@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from distrib.training.gradients.host_shared_memory import kernel_identity
 from distrib.training.parameter_server.chunk_buffers import ChunkBuffer, InFlightPush
+from distrib.training.parameter_server.server_connections import ServerConnections
 from distrib.training.parameter_server.shared_memory import SharedArena
-
-if TYPE_CHECKING:
-    from distrib.training.parameter_server.client import ParameterClient
 
 
 def host_identity() -> str:
@@ -52,8 +50,10 @@ class HostGroup:
 
     is_leader = False
 
-    def __init__(self, client: ParameterClient, push_id: int, *, synchronous: bool) -> None:
+    def __init__(self, client: ServerConnections, push_id: int, *, synchronous: bool) -> None:
         self.client, self.push_id, self.synchronous = client, push_id, synchronous
+        self.on_leader_died: Callable[[dict[int, int], bool], None] = lambda steps, excluded: None
+        """Called with the steps in flight by table, and True if the group was ahead of this worker, which must join again."""
         self._excluded: set[int] = set()
         self._is_away = False
         self._tables: dict[int, HostTable] = {}

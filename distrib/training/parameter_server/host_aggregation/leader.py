@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,19 +18,10 @@ from distrib.training.parameter_server.host_aggregation.aggregator import (
     PushMean,
 )
 from distrib.training.parameter_server.host_aggregation.host_group import HostGroup, HostTable
-from distrib.training.parameter_server.host_aggregation.local_socket import LocalConnection
+from distrib.training.parameter_server.server_connections import ServerConnections
 from distrib.training.parameter_server.shared_memory import MappedArena
-from distrib.training.parameter_server.transport import APPLIED, FINAL, SHARED, Frame, FrameKind, decode, encode
+from distrib.training.parameter_server.transport import Connection, Frame, FrameFlag, FrameKind, decode, encode
 from distrib.training.parameter_server.update_rules import PushReply, WeightedGradient
-
-if TYPE_CHECKING:
-    from distrib.training.parameter_server.client import ParameterClient
-
-CONNECT_TIMEOUT_SECONDS = 5.0
-"""Time that the members get to connect. All workers have just met, so a member that takes longer has died."""
-
-AWAY_TIMEOUT_SECONDS = 0.5
-"""Time that a round waits for a worker that waits in another operation. A barrier of workers in the same step takes less."""
 
 
 class HostLeader(HostGroup):
@@ -40,7 +31,7 @@ class HostLeader(HostGroup):
 
     def __init__(
         self,
-        client: ParameterClient,
+        client: ServerConnections,
         push_id: int,
         listener: socket.socket,
         members: Iterable[int],
@@ -52,18 +43,16 @@ class HostLeader(HostGroup):
         self._members = set(members)
         self._aggregators: dict[int, HostAggregator] = {}
         self._buffers: dict[int, dict[int, ChunkBuffer]] = {}  # send buffers of the mean
-        self._connections: dict[int, LocalConnection] = {}
+        self._connections: dict[int, Connection] = {}
         self._memory: dict[tuple[int, int], MappedArena] = {}  # memory of the members, by worker and table
-        self._early: list[
-            tuple[LocalConnection, Frame, Any]
-        ] = []  # frames of tables that this worker does not have yet
+        self._early: list[tuple[Connection, Frame, Any]] = []  # frames of tables that this worker does not have yet
         self._retired: set[int] = set()
         self._away: dict[int, float] = {}  # workers that wait in another operation, with the start time
         self._connect_deadline = float("inf")
         self._drained: Future[None] | None = None
 
     def begin(self) -> None:
-        self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_SECONDS
+        self._connect_deadline = time.monotonic() + self.client.timeouts.reconnect_seconds
         self.client.loop.watch(self._listener, self._accept)
 
     def tick(self, now: float) -> None:
@@ -76,7 +65,9 @@ class HostLeader(HostGroup):
             self._connect_deadline = float("inf")
             for worker in self._members - self._connections.keys() - {self.client.rank}:
                 self._remove_member(worker)
-        for worker in [worker for worker, since in self._away.items() if now - since > AWAY_TIMEOUT_SECONDS]:
+        for worker in [
+            worker for worker, since in self._away.items() if now - since > self.client.timeouts.away_seconds
+        ]:
             if any(aggregator.is_blocked_by(worker) for aggregator in self._aggregators.values()):
                 self._exclude(worker)
 
@@ -145,7 +136,7 @@ class HostLeader(HostGroup):
         self.client.offer_memory(number, arenas)
         waiting, self._early = self._early, []
         for connection, frame, payload in waiting:
-            if self._connections.get(connection.worker) is connection:  # it may have died meanwhile
+            if self._connections.get(connection.peer) is connection:  # it may have died meanwhile
                 self._on_frame(connection, frame, payload)
 
     def _announce_wait(self) -> None:
@@ -204,14 +195,15 @@ class HostLeader(HostGroup):
             sock, _address = self._listener.accept()
         except OSError:
             return
-        LocalConnection(
-            self.client.loop, sock, self.client.key, listener=True, on_frame=self._on_frame, on_closed=self._on_closed
-        )
+        connection = Connection(
+            self.client.loop, sock, self.client.key, listener=True, on_closed=lambda: self._on_closed(connection),
+            on_frame=lambda frame, payload: self._on_frame(connection, frame, payload),
+        )  # fmt: skip
 
-    def _on_frame(self, connection: LocalConnection, frame: Frame, payload: Any) -> None:
-        worker, table = connection.worker, frame.table
+    def _on_frame(self, connection: Connection, frame: Frame, payload: Any) -> None:
+        worker, table = connection.peer, frame.table
         if frame.kind is FrameKind.HELLO:
-            connection.worker = worker = decode(payload)
+            connection.peer = worker = decode(payload)
             self._connections[worker] = connection
             connection.send(Frame(FrameKind.WELCOME), encode(worker in self._members))
         elif frame.kind is FrameKind.SUSPEND:
@@ -232,7 +224,7 @@ class HostLeader(HostGroup):
         elif frame.kind is FrameKind.PUSH:
             dtype = self._buffers[table][frame.chunk].gradient.dtype
             gradient = self._memory[worker, table].gradients[frame.chunk].view(dtype)
-            final = bool(frame.flags & FINAL)
+            final = bool(frame.flags & FrameFlag.FINAL)
             self._on_push(worker, table, frame.chunk, frame.step, gradient, final=final, weight=frame.weight)
         elif frame.kind is FrameKind.COMMIT:
             self._run(table, self._aggregators[table].commit(worker, frame.step, decode(payload)))
@@ -240,12 +232,12 @@ class HostLeader(HostGroup):
             last = self._add_member(worker, table)
             connection.send(Frame(FrameKind.DONE, table=table, step=frame.step, version=last))
 
-    def _on_closed(self, connection: LocalConnection) -> None:
+    def _on_closed(self, connection: Connection) -> None:
         self._early = [entry for entry in self._early if entry[0] is not connection]
-        if self._connections.get(connection.worker) is connection:
-            del self._connections[connection.worker]
-            self._memory = {key: memory for key, memory in self._memory.items() if key[0] != connection.worker}
-            self._remove_member(connection.worker)
+        if self._connections.get(connection.peer) is connection:
+            del self._connections[connection.peer]
+            self._memory = {key: memory for key, memory in self._memory.items() if key[0] != connection.peer}
+            self._remove_member(connection.peer)
             self._check_drained()
 
     # -- the servers ---------------------------------------------------------------------------------------------------
@@ -275,7 +267,7 @@ class HostLeader(HostGroup):
             self._on_push_reply(buffer.table, buffer.chunk, reply.step, buffer.version, reply.applied)
         elif (memory := self._memory.get((reply.worker, buffer.table))) is not None:
             memory.values[buffer.chunk].view(buffer.value.dtype).copy_(buffer.value)
-            flags = SHARED | (APPLIED if reply.applied else 0)
+            flags = FrameFlag.SHARED | (FrameFlag.APPLIED if reply.applied else 0)
             frame = Frame(FrameKind.VALUE, flags, buffer.table, buffer.chunk, reply.step, buffer.version)
             self._connections[reply.worker].send(frame)
 

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distrib.training.parameter_server.chunk_buffers import InFlightPush
 from distrib.training.parameter_server.host_aggregation.host_group import HostGroup, HostTable
-from distrib.training.parameter_server.host_aggregation.local_socket import LocalConnection, connect_locally
-from distrib.training.parameter_server.transport import APPLIED, FINAL, SHARED, Frame, FrameKind, decode, encode
-
-if TYPE_CHECKING:
-    from distrib.training.parameter_server.client import ParameterClient
+from distrib.training.parameter_server.server_connections import ServerConnections
+from distrib.training.parameter_server.transport import Connection, Frame, FrameFlag, FrameKind, decode, encode
 
 
 class HostMember(HostGroup):
     """Member of a host group: sends its gradients to the host leader instead of the servers."""
 
-    def __init__(self, client: ParameterClient, push_id: int, leader_socket: bytes, *, synchronous: bool) -> None:
+    def __init__(self, client: ServerConnections, push_id: int, leader_socket: bytes, *, synchronous: bool) -> None:
         super().__init__(client, push_id, synchronous=synchronous)
         self._leader_socket = leader_socket
-        self._leader: LocalConnection | None = None
+        self._leader: Connection | None = None
         self._joins: dict[int, Future[int]] = {}
 
     def begin(self) -> None:
-        sock = connect_locally(self._leader_socket)
-        if sock is None:
-            self._on_leader_died()
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(self._leader_socket)
+        except OSError:
+            sock.close()
+            self._leave()
             return
-        self._leader = LocalConnection(
-            self.client.loop, sock, self.client.key, listener=False, on_frame=self._on_frame,
-            on_closed=lambda _: self._on_leader_died(),
-        )  # fmt: skip
+        self._leader = Connection(
+            self.client.loop, sock, self.client.key, listener=False, on_frame=self._on_frame, on_closed=self._leave
+        )
         self._leader.send(Frame(FrameKind.HELLO), encode(self.client.rank))
 
     def tick(self, now: float) -> None:
@@ -46,7 +46,7 @@ class HostMember(HostGroup):
         if self._leader:
             self._leader.close()
 
-    def _on_leader_died(self) -> None:
+    def _leave(self) -> None:
         """Push to the servers directly from now on. Pushes in flight count as rejected, so that none is applied twice."""
         self._leader = None
         pushes, self._pushes = self._pushes, {}
@@ -58,11 +58,13 @@ class HostMember(HostGroup):
         joins, self._joins = self._joins, {}
         for future in joins.values():
             future.set_result(0)
-        self.client.leave_group(steps, excluded=bool(self._excluded))
+        self.on_leader_died(steps, bool(self._excluded))
 
-    def _on_frame(self, _: LocalConnection, frame: Frame, payload: Any) -> None:
+    def _on_frame(self, frame: Frame, payload: Any) -> None:
         if frame.kind is FrameKind.VALUE:
-            self._on_push_reply(frame.table, frame.chunk, frame.step, frame.version, bool(frame.flags & APPLIED))
+            self._on_push_reply(
+                frame.table, frame.chunk, frame.step, frame.version, bool(frame.flags & FrameFlag.APPLIED)
+            )
         elif frame.kind is FrameKind.DONE and frame.step in self._joins:
             self._joins.pop(frame.step).set_result(frame.version)
         elif frame.kind is FrameKind.EXCLUDED or (frame.kind is FrameKind.WELCOME and not decode(payload)):
@@ -88,7 +90,7 @@ class HostMember(HostGroup):
         self._send(Frame(FrameKind.JOIN, table=table, step=number))
 
     def _push(self, push: InFlightPush) -> None:
-        buffer, flags = push.buffer, SHARED | (FINAL if push.final else 0)
+        buffer, flags = push.buffer, FrameFlag.SHARED | (FrameFlag.FINAL if push.final else 0)
         frame = Frame(FrameKind.PUSH, flags, buffer.table, buffer.chunk, push.step, buffer.version, push.weight)
         self._send(frame)
 
