@@ -186,7 +186,7 @@ class HostAggregator:
         actions: list[LeaderAction] = [effect for effect in effects if isinstance(effect, PushReply)]
         if state.in_flight:
             return actions
-        while state.due and state.due[0].updates[0].step <= state.last_step:  # the host has pushed this step without them
+        while state.due and state.due[0].updates[0].step <= state.last_step:  # the host has pushed this step before
             replies = state.controller.set_replicated(state.due.popleft().entry)
             actions += [reply._replace(applied=False) for reply in replies if isinstance(reply, PushReply)]
         if state.due:
