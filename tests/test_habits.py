@@ -26,11 +26,11 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (
             2,
             {},
-            "methods frozen_later inferred_buffers growing_buffers ragged_normalization looked_at_alone",
+            "methods frozen_later inferred_buffers growing_buffers looked_at_alone",
         ),
         (2, {}, "gathered_batches two_models_in_turns"),
         (2, {}, "set_by_hand shown_between backward_inside copy_evaluated_alone passed_without_steps frozen_when_read"),
-        (2, {}, "cleared_after_steps inferred_evaluation penalty"),
+        (2, {}, "cleared_after_steps inferred_evaluation"),
         (2, {}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
         (2, {}, "compiled"),
         (2, {}, "second_backward"),

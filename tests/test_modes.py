@@ -56,7 +56,7 @@ TOLD = {
     [
         pytest.param({}, 3, "apart exact wrapped several scaled nan mistakes unused", "apart", id="sync"),
         pytest.param(
-            {}, 3, "apart_later itself compiled targets averaged normalized ported unfrozen frozen sparse methods",
+            {}, 3, "apart_later itself compiled targets averaged ported unfrozen frozen sparse methods",
             "apart_later itself", id="sync, other models",
         ),
         pytest.param({"balance": True}, 3, "exact", "", id="balance", marks=pytest.mark.alone),

@@ -540,7 +540,7 @@ def test_batches_of_classes_of_their_own_are_moved_too():
 
 
 def test_sums_are_of_all_parts_whatever_the_layout(monkeypatch):
-    monkeypatch.setattr(checksums, "_SPLIT_ELEMENTS", 7)
+    monkeypatch.setattr(checksums.split_for_sum, "__kwdefaults__", {"max_elements": 7})
     values = torch.arange(60.0).view(3, 4, 5)
     for same in (values, values.permute(2, 0, 1), values.double(), values[None, None]):
         (digest,) = divergence.compute_checksums([nn.ParameterDict({"weight": nn.Parameter(same)})])
@@ -558,10 +558,10 @@ class Activated(nn.BatchNorm2d):
 
 
 def test_a_normalization_that_does_more_is_not_replaced():
-    plain = convert_batchnorm(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2)), torch.device("cpu"))
+    plain = convert_batchnorm(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2)))
     assert [type(layer).__name__ for layer in plain] == ["SyncBatchNorm"] * 2
     with pytest.raises(TrainingError, match=r"sync_batchnorm: body\.0 is a Activated, which does more than normalize"):
-        convert_batchnorm(nn.ModuleDict({"body": nn.Sequential(Activated(2))}), torch.device("cpu"))
+        convert_batchnorm(nn.ModuleDict({"body": nn.Sequential(Activated(2))}))
 
 
 # World and network interfaces
@@ -905,7 +905,7 @@ def test_what_a_script_does_after_its_job(tmp_path, does):
         "if 'asks' in sys.argv:\n    from mpi4py import MPI\n"
         "import distrib\n"
         "from distrib.training import shutdown as leaving\n"
-        "leaving.FAILED_EXIT_SECONDS = 0.2\n"
+        "leaving.TIMEOUTS = leaving.ShutdownTimeouts(failed_exit_seconds=0.2)\n"
         "try:\n"
         "    with distrib.init() as job:\n"
         "        if 'handles' in sys.argv:\n"

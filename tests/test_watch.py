@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from distrib.bandwidth_model.prediction import Bottleneck, Prediction
 from distrib.strategy import Strategy
 from distrib.training.telemetry import tcp_stats
-from distrib.training.telemetry.step_timer import WARMUP_STEPS, WINDOW_STEPS, Meter
+from distrib.training.telemetry.step_timer import Meter, MeterSettings
 from distrib_launch import html_report, runner
 from distrib_launch.arguments import launch_arguments
 from distrib_launch.results import Failure, ForecastRecord, RankResult, Result
@@ -279,7 +279,7 @@ def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatc
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter.watch(model)
     meter.watch(optimizer)
-    for step in range(WARMUP_STEPS + WINDOW_STEPS + 1):
+    for step in range(MeterSettings.warmup_steps + MeterSettings.window_steps + 1):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         if step % 5 == 4:
@@ -296,13 +296,13 @@ def test_steps_in_which_ways_are_tried_are_not_measured(monkeypatch, tmp_path):
     """Autotuning steps are slower, and would cause a warning that the job is slower than predicted."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     told: list[dict[str, float]] = []
-    tried, steps = WARMUP_STEPS + 10, 0
+    tried, steps = MeterSettings.warmup_steps + 10, 0
     meter = Meter(torch.device("cpu"), told.append, steady=lambda: steps >= tried)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter.watch(model)
     meter.watch(optimizer)
-    for step in range(tried + WINDOW_STEPS + 1):
+    for step in range(tried + MeterSettings.window_steps + 1):
         steps = step
         model(torch.ones(1, 2)).sum().backward()
         time.sleep(0.01 if step < tried else 0.0)

@@ -38,37 +38,37 @@ def content_digest(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def sequence_digest(values: Sequence[Any]) -> str:
-    """Compute a digest of the length of a sequence and of 32 items spread over it.
+def sequence_digest(values: Sequence[Any], *, items: int = 32) -> str:
+    """Compute a digest of the length of a sequence and of some items spread over it.
 
     Args:
         values: Indices or batches of indices, as a sampler yields them.
+        items: Number of items.
 
     Returns:
         The length and the digest in hexadecimal.
     """
-    chosen = [values[len(values) * part // _SAMPLED_ITEMS] for part in range(_SAMPLED_ITEMS)] if len(values) else []
+    chosen = [values[len(values) * part // items] for part in range(items)] if len(values) else []
     return f"{len(values)} {content_digest([item.tolist() if hasattr(item, 'tolist') else item for item in chosen])}"
 
 
-_SAMPLED_ITEMS = 32
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SPLIT_ELEMENTS = 1 << 22
+_INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)}
 
 
-def split_for_sum(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def split_for_sum(values: torch.Tensor, *, max_elements: int = 1 << 22) -> tuple[torch.Tensor, ...]:
     """Split a tensor along its longest dimension, so that a conversion to 8 bytes per element needs little memory.
 
     Args:
         values: A tensor of any shape.
+        max_elements: Approximate limit of each view.
 
     Returns:
-        Views of at most about 4 Mi elements.
+        Views of the tensor.
     """
     if not values.dim():
         return (values,)
     longest = max(range(values.dim()), key=values.size)
-    rows = _SPLIT_ELEMENTS * values.size(longest) // max(1, values.numel())
+    rows = max_elements * values.size(longest) // max(1, values.numel())
     return torch.split(values, max(1, rows), longest)
 
 

@@ -8,12 +8,6 @@ import time
 
 import torch.distributed as dist
 
-QUIET_SECONDS = 0.01
-"""Time in which a thread that enters or leaves Python has done so."""
-SAME_LOADER_SECONDS = 0.1
-"""Forks within this time are those of one DataLoader, which calls no collective between them."""
-GLOO_CALLBACK_SECONDS = 0.1
-
 
 def make_fork_safe() -> None:
     """Let other threads leave Python before this process forks, as for the workers of a DataLoader. Call it once.
@@ -21,12 +15,12 @@ def make_fork_safe() -> None:
     Before 3.12 Python takes the lock of its list of threads in a forked process before it makes it anew (CPython issue 112275). If
     another thread held it, the process waits forever. Gloo's threads hold it when they free a tensor just after an all-reduce.
     """
-    last = -SAME_LOADER_SECONDS
+    last = 0.0
 
     def rest() -> None:
         nonlocal last
-        if time.monotonic() - last > SAME_LOADER_SECONDS:
-            time.sleep(QUIET_SECONDS)
+        if time.monotonic() - last > 0.1:  # else the workers of one loader, which calls no collective between its forks
+            time.sleep(0.01)  # a thread that enters or leaves Python has done so
         last = time.monotonic()
 
     if sys.version_info < (3, 12):
@@ -39,7 +33,7 @@ def wait_for_gloo_callbacks() -> None:
     Before torch 2.8, destroying their group holds the lock and waits for them forever (pytorch pull request 154976). A thread that
     requests the lock while Python exits aborts the process (one exit of four with torch 2.13; pytorch pull request 179291).
     """
-    time.sleep(GLOO_CALLBACK_SECONDS)
+    time.sleep(0.1)
 
 
 def unbind_device() -> None:

@@ -163,7 +163,7 @@ class Job:
             things: Modules, optimizers, DataLoaders, schedulers and GradScalers.
             find_unused_parameters: True if a step may leave parameters without a gradient.
             methods: Names of methods besides `forward` whose results the script calls backward on, such as `["loss"]`.
-            sync_batchnorm: True to compute batch normalization statistics over the samples of all ranks.
+            sync_batchnorm: True for batch normalization over the samples of all ranks. On GPUs only.
             accumulate: Batches in a step, as `Job.accumulate` sets it; None leaves the present number.
             on_nan: Reaction to NaN or infinite gradients: `raise` an error with rank and parameter, `skip` the step, or `ignore` them.
 

@@ -26,7 +26,6 @@ from distrib.utils.log import PLAIN, get_logger
 
 log = get_logger("training")
 
-
 _STEPPER = "_distrib_stepper"
 """The attribute of an optimizer that holds its OptimizerStepper."""
 
@@ -55,7 +54,7 @@ class OptimizerStepper:
             observers: Notified of every step; the list may grow.
             on_nan: Reaction to NaN or infinite gradients: `raise`, `skip` or `ignore`.
         """
-        self.optimizer = optimizer
+        self.optimizer, self._name = optimizer, type(optimizer).__name__
         self.accumulator = GradientAccumulator(optimizer, batch, ranks=strategy.averaged_ranks)
         self.calls = 0
         """Calls of `step()`, also after batches that are only accumulated."""
@@ -296,7 +295,7 @@ class OptimizerStepper:
             if update is None:
                 _clear_gradients(self.optimizer)
         self.skipped += is_bad
-        if is_bad and self.skipped in (10**power for power in range(1, 10)):
+        if is_bad and self.skipped == 10:  # the others at the end of the job
             self._report_skipped()
         return result
 
@@ -311,21 +310,16 @@ class OptimizerStepper:
         return updated
 
     @property
-    def _name(self) -> str:
-        return type(self.optimizer).__name__
-
-    @property
     def is_reporter(self) -> bool:
         """True if this rank logs messages: rank 0 if all ranks see the same gradients, every rank otherwise."""
         return not self._strategy.averages_gradients or not self._strategy.world.rank
 
     def _report_skipped(self) -> None:
-        world = self._strategy.world
-        where = "" if self._strategy.averages_gradients or world.size == 1 else f" on rank {world.rank}"
         if self.is_reporter:
-            _report(
-                f"{self.skipped} of {self.taken} steps of {self._name} were left out{where}, as gradients were nan or infinite"
-            )
+            world = self._strategy.world
+            where = "" if self._strategy.averages_gradients or world.size == 1 else f" on rank {world.rank}"
+            problem = f"{self.skipped} of {self.taken} steps of {self._name} were left out{where}"
+            log.info(f"{problem}, as gradients were nan or infinite", extra=PLAIN)
 
     @property
     def _compares_counts(self) -> bool:
@@ -406,7 +400,3 @@ def _parameter_names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
         for name, parameter in unwrap_model(model).named_parameters():
             names[parameter] = f"{prefix}.{name}" if len(models) > 1 else name
     return names
-
-
-def _report(text: str) -> None:
-    log.info(f"{text}", extra=PLAIN)

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from distrib.errors import TrainingError
-from distrib.training import sync_batchnorm
 from distrib.training.checkpoint import state_sync
 from distrib.training.checks.cross_rank import check_identical
 from distrib.training.collectives import JobCollectives
@@ -36,6 +35,7 @@ from distrib.training.nan_guard import OnNan
 from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.profiler import JobProfiler
 from distrib.training.strategies.base import ElasticStrategy
+from distrib.training.sync_batchnorm import convert_batchnorm
 from distrib.training.telemetry.status_pipe import StatusPipe
 from distrib.training.telemetry.step_timer import Meter
 from distrib.training.training_state import TrainingState
@@ -120,7 +120,7 @@ class Preparer:
             _check_model(model)
         self._check_options(options)
         if self._world.size > 1 and not self._elastic:
-            check_identical(things, self._state.models, **vars(options))
+            check_identical(things, **vars(options))
         known = {id(stepper.optimizer) for stepper in self._state.steppers}
         prepared = [self._prepare(thing, options) for thing in things]
         if self._world.size > 1:
@@ -201,11 +201,8 @@ class Preparer:
         return model
 
     def _prepare_model(self, model: nn.Module, options: PrepareOptions) -> nn.Module:
-        device = self._strategy.device
-        if options.sync_batchnorm:
-            model = sync_batchnorm.convert_batchnorm(model, device)
-        elif device.type == "cpu":
-            sync_batchnorm.replace_on_cpu(model)
+        if options.sync_batchnorm and self._strategy.device.type != "cpu":
+            model = convert_batchnorm(model)
         prepared = self._strategy.prepare_model(
             model, find_unused_parameters=options.find_unused_parameters, methods=options.methods
         )
@@ -268,6 +265,11 @@ class Preparer:
             raise TrainingError(
                 "sync_batchnorm in mode async: ranks would have to wait for each other inside a step",
                 hint="leave it out, or use --mode sync",
+            )
+        if options.sync_batchnorm and self._strategy.device.type == "cpu" and self._world.size > 1:
+            raise TrainingError(
+                "sync_batchnorm on CPUs, which torch's SyncBatchNorm does not support",
+                hint="leave it out and use larger batches, or normalize by nn.GroupNorm",
             )
 
 

@@ -37,20 +37,17 @@ from distrib.utils.log import PLAIN, get_logger
 
 log = get_logger("training")
 
-WARMUP_STEPS = 5
-"""Default number of steps that are not measured."""
-STEPS = 20
-"""Default number of steps that are measured."""
-FEWEST_STEPS = 5
-"""Number of measured steps that a profile needs at least."""
-
 
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request for a profile: the name of the workload, and the numbers of steps."""
 
     name: str
-    warmup_steps: int = WARMUP_STEPS
-    steps: int = STEPS
+    warmup_steps: int = 5
+    """Steps that are not measured."""
+    steps: int = 20
+    """Steps that are measured."""
+    min_steps: int = 5
+    """Measured steps that a profile needs at least, if the script ends early."""
 
 
 class _Step:
@@ -147,21 +144,21 @@ class Profiler:
             return "no model was prepared; hand it to job.prepare() as well"
         if self._taken and not self._gradients:
             return f"no gradient of the model was computed by backward() in {self._taken} step(s)"
-        needed = self._request.warmup_steps + FEWEST_STEPS
+        needed = self._request.warmup_steps + self._request.min_steps
         return (
             f"the script took {self._taken} step(s); a profile needs {needed} ({self._request.warmup_steps} to warm up and "
-            f"{FEWEST_STEPS} measured, better {self._request.steps})"
+            f"{self._request.min_steps} measured, better {self._request.steps})"
         )
 
     def close(self) -> None:
         """Finish with the steps measured so far, at the end of the script.
 
         Raises:
-            TrainingError: There are fewer than `FEWEST_STEPS`, or no gradients.
+            TrainingError: There are fewer than `min_steps`, or no gradients.
         """
         if self.finished:
             return
-        problem = self.problem if len(self._steps) < FEWEST_STEPS else ""
+        problem = self.problem if len(self._steps) < self._request.min_steps else ""
         if problem or not self._gradients:
             self._end()
             raise TrainingError(f"no profile: {problem or self.problem}")
@@ -370,10 +367,6 @@ def samples_of(batch: Any) -> int:
     return 0
 
 
-EXIT_TIMEOUT_SECONDS = 3.0
-"""Time after which a script that the launcher profiled is terminated, even if it has running threads."""
-
-
 class ProfileReply(msgspec.Struct, frozen=True, kw_only=True):
     """The reply to the launcher through `DISTRIB_RESULT_FD`: the workload and the measured steps, or the problem."""
 
@@ -471,7 +464,7 @@ class JobProfiler:
     def _leave(self, reply: ProfileReply) -> None:
         """Send the reply and end the script."""
         reply.send()
-        shutdown.exit_within(EXIT_TIMEOUT_SECONDS)
+        shutdown.exit_within(3.0)  # also if the script has running threads
         raise SystemExit(0)
 
     def _at_exit(self) -> None:

@@ -30,12 +30,6 @@ from distrib.utils.netif import LOOPBACK, interface_of, reachable_address, resol
 log = get_logger("training")
 
 
-WAITING_NOTICE_SECONDS = 60.0
-"""Time after which a rank that waits at the end of its script reports it."""
-END_TAG = 0x656E64
-"""Tag of the messages at the end of a job; collectives have other tags."""
-STORE_READ_SECONDS = 10.0
-"""Time in which rank 0 keeps the store alive, so that other ranks can read the reason for an error."""
 STORE_TAKES_SOCKET = torch.__version__ >= "2.8"
 """True if the libuv store accepts a listening socket (pytorch pull request 150215); the older store does."""
 
@@ -99,8 +93,8 @@ def exchange_hosts(store: Store, rank: int, size: int, backend: str) -> list[str
         read = [f"{key}/read" for key in keys]
         with contextlib.suppress(RuntimeError):  # a rank has exited
             store.set(read[rank], "")
-            if rank == 0:  # the store ends with this rank
-                store.wait(read, timedelta(seconds=STORE_READ_SECONDS))
+            if rank == 0:  # the store ends with this rank, so the others must have read the reason
+                store.wait(read, timedelta(seconds=10))
         raise TrainingError(
             f"rank{'s' * (len(without) > 1)} {', '.join(without)} see no GPU, but other ranks do",
             hint="run distrib-topo check on those hosts, or hide all GPUs: -x CUDA_VISIBLE_DEVICES=",
@@ -115,27 +109,28 @@ def wait_for_all_ranks(world: World, *, report: bool) -> None:
 
     Args:
         world: The ranks of the job.
-        report: True to log a note after `WAITING_NOTICE_SECONDS`, for jobs without a launcher.
+        report: True to log a note after one minute, for jobs without a launcher.
 
     Raises:
         RuntimeError: Another rank has exited, or the timeout expired; raised by torch.
     """
     if world.size == 1:
         return
-    note = threading.Timer(WAITING_NOTICE_SECONDS, _report_waiting, (world.rank,))
+    note = threading.Timer(60.0, _report_waiting, (world.rank,))
     note.daemon = True
     if report:
         note.start()
     message = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    end_tag = 0x656E64  # collectives have other tags
     try:
         if world.rank:
-            dist.send(message, 0, tag=END_TAG)
-            dist.recv(message, 0, tag=END_TAG)
+            dist.send(message, 0, tag=end_tag)
+            dist.recv(message, 0, tag=end_tag)
         else:
             others = range(1, world.size)
-            for work in [dist.irecv(torch.zeros_like(message), other, tag=END_TAG) for other in others]:
+            for work in [dist.irecv(torch.zeros_like(message), other, tag=end_tag) for other in others]:
                 work.wait()  # type: ignore[union-attr]
-            for work in [dist.isend(message, other, tag=END_TAG) for other in others]:
+            for work in [dist.isend(message, other, tag=end_tag) for other in others]:
                 work.wait()  # type: ignore[union-attr]
     finally:
         note.cancel()

@@ -12,6 +12,7 @@ import time
 import traceback as tracebacks
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -32,10 +33,17 @@ from distrib.utils.log import PLAIN, get_logger
 log = get_logger("training")
 
 
-FAILED_EXIT_SECONDS = 10.0
-"""Longest exit of Python after a failure: destructors of communication libraries may wait for dead peers."""
-UNEQUAL_STEPS_GPU_SECONDS = 60.0
-"""Longest GPU computation at the end if ranks took different numbers of steps: a GPU may wait for a collective that never comes."""
+@dataclass(frozen=True, kw_only=True)
+class ShutdownTimeouts:
+    """Longest waits at the end of a job."""
+
+    failed_exit_seconds: float = 10.0
+    """Exit of Python after a failure: destructors of communication libraries may wait for dead peers."""
+    unequal_steps_gpu_seconds: float = 60.0
+    """GPU computation if ranks took different numbers of steps: a GPU may wait for a collective that never comes."""
+
+
+TIMEOUTS = ShutdownTimeouts()
 
 
 class JobShutdown:
@@ -132,7 +140,7 @@ class JobShutdown:
             return
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         computed.record(torch.cuda.current_stream(self._strategy.device))
-        deadline = time.monotonic() + UNEQUAL_STEPS_GPU_SECONDS
+        deadline = time.monotonic() + TIMEOUTS.unequal_steps_gpu_seconds
         while not computed.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
                 raise TrainingError(
@@ -210,7 +218,7 @@ class ExitWatch:
         """Stop watching.
 
         Args:
-            failed: True to end the process if Python takes more than `FAILED_EXIT_SECONDS` to exit, counted from its exit.
+            failed: True to end the process if Python takes more than `failed_exit_seconds` to exit, counted from its exit.
         """
         self._abandoned = failed
         if not failed:
@@ -233,7 +241,9 @@ class ExitWatch:
             if not self._abandoned:
                 self._leave(self._failed)
             if self._abandoned:
-                faulthandler.dump_traceback_later(FAILED_EXIT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
+                faulthandler.dump_traceback_later(
+                    TIMEOUTS.failed_exit_seconds, exit=True, file=sys.__stderr__ or sys.stderr
+                )
 
 
 def succeeded(error: BaseException | None) -> bool:

@@ -270,27 +270,6 @@ def growing_buffers(job: distrib.Job) -> None:
             assert float(inner.own) == job.rank
 
 
-def ragged_normalization(job: distrib.Job) -> None:
-    """Normalize over tokens, whose number differs between ranks with equal numbers of samples."""
-    data = [torch.randn(4 + 8 * rank, 3, dtype=torch.float64, generator=seeded(rank)) for rank in range(job.world_size)]
-
-    def net() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-
-    reference = net()
-    outputs = reference(torch.cat(data)).split([len(part) for part in data])
-    (sum(output.square().mean() for output in outputs) / job.world_size).backward()  # type: ignore[union-attr]
-    model, _ = made(job, net(), sync_batchnorm=True)
-    model(data[job.rank]).square().mean().backward()
-    for one, other in zip(job.unwrap(model).parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
-    whole = (torch.randn(8, job.world_size, 4, generator=seeded(0)) + 20).bfloat16()
-    rounded, _ = made(job, nn.BatchNorm1d(4), sync_batchnorm=True)
-    plain = nn.BatchNorm1d(4)(whole.flatten(0, 1)).view_as(whole)
-    torch.testing.assert_close(rounded(whole[:, job.rank]), plain[:, job.rank], rtol=0.01, atol=1e-4)
-
-
 def looked_at_alone(job: distrib.Job) -> None:
     """Read a prepared loader to its end on one rank before the first step, with a model in training mode."""
     data = TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
@@ -821,19 +800,6 @@ def inferred_evaluation(job: distrib.Job) -> None:
     with torch.inference_mode():
         for (inputs,) in loader:
             head(model(inputs))
-
-
-def penalty(job: distrib.Job) -> None:
-    """Raise torch's error for a second derivative of synchronized normalization."""
-    model, _ = made(job, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batchnorm=True)
-    inputs = torch.randn(8, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-    try:
-        gradient.square().sum().backward()
-    except RuntimeError as error:
-        assert "once_differentiable" in str(error), error
-    else:
-        raise AssertionError("a wrong gradient")
 
 
 def passed_without_steps(job: distrib.Job) -> None:

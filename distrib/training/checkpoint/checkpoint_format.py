@@ -25,8 +25,6 @@ from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.ddp_module import DdpModule
 from distrib.training.to_device import move_to_device
 
-_FORMAT = 1
-
 
 def write(
     path: str | os.PathLike[str],
@@ -64,7 +62,7 @@ def write(
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             content = {
-                "distrib": _FORMAT, "stamp": tuple(stamp), "states": states, "values": values, "backend": backend or {},
+                "distrib": 1, "stamp": tuple(stamp), "states": states, "values": values, "backend": backend or {},
             }  # fmt: skip
             _save(content, file)
             file.flush()

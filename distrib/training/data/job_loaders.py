@@ -25,10 +25,6 @@ from distrib.utils.log import get_logger
 log = get_logger("data")
 
 
-MAX_READ_AHEAD_BATCHES = 2
-"""Batches without a step at the end of an epoch that count as read ahead. More of them count as accumulated gradients."""
-
-
 class JobLoaders(StepObserver):
     """Loaders of a job: prepares them, and compares the read epochs and orders across ranks."""
 
@@ -131,7 +127,7 @@ class JobLoaders(StepObserver):
         clock, behind = self._context.clock, 0
         if (steps := clock.count_steps()) is not None:
             behind = one.batches + one.outstanding_steps - (steps - one.begin_steps)
-        if 0 < behind <= MAX_READ_AHEAD_BATCHES:
+        if 0 < behind <= 2:  # batches that were read ahead; more of them are accumulated gradients
             self._ended_epoch, clock.outstanding_steps = one.number, behind  # backward() needs the present parameters
         else:
             self._finish_epoch(one.number)

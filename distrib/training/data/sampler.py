@@ -28,9 +28,6 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from distrib.errors import TrainingError
 from distrib.training.checksums import sequence_digest
 
-ENDLESS, ENDLESS_TIMES = 1 << 20, 16
-"""Limits of an epoch, which is stored: `ENDLESS` items plus `ENDLESS_TIMES` the sampler's length. Beyond them `_order` raises."""
-
 
 class Edges(Sequence[int]):
     """Sequence of batch boundaries that is computed on access, because a sampler may have billions of samples."""
@@ -225,7 +222,8 @@ class ShardSampler(Sampler[Any]):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         with _seeded(self.seed + epoch, self.source):
-            order = list(islice(self.source, most := ENDLESS + ENDLESS_TIMES * len(self.source)))
+            most = (1 << 20) + 16 * len(self.source)  # a sampler that yields more is endless, and would fill the memory
+            order = list(islice(self.source, most))
         if len(order) == most:
             raise TrainingError(
                 f"the loader's {type(self.source).__name__} has a length of {len(self.source)}, and yields {most} items and more: an "
@@ -240,6 +238,8 @@ class ShardSampler(Sampler[Any]):
 class _Drawn(Sequence[int]):
     """Sequence of `draws` random numbers below `below`, computed in blocks. Only the latest block is stored."""
 
+    block_size = 4096
+
     def __init__(self, draws: int, below: int, seed: int) -> None:
         self._draws, self._below, self._seed = draws, below, seed
         self._number, self._block = -1, [0]
@@ -248,15 +248,12 @@ class _Drawn(Sequence[int]):
         return self._draws
 
     def __getitem__(self, index: Any) -> Any:
-        number, place = divmod(range(self._draws)[index], _BLOCK)
+        number, place = divmod(range(self._draws)[index], self.block_size)
         if number != self._number:
             generator = torch.Generator().manual_seed(hash((self._seed, number)) % 2**63)
-            self._block = torch.randint(self._below, (_BLOCK,), generator=generator, device="cpu").tolist()
+            self._block = torch.randint(self._below, (self.block_size,), generator=generator, device="cpu").tolist()
             self._number = number
         return self._block[place]
-
-
-_BLOCK = 4096
 
 
 def _samples(item: Any) -> int:

@@ -7,6 +7,7 @@ from shared memory. Groups and buckets overlap. Ranks beyond the size of the sma
 
 from __future__ import annotations
 
+import enum
 import itertools
 import threading
 import time
@@ -24,17 +25,14 @@ from distrib.training.gradients.compression import BucketInfo, Compressor, Pendi
 from distrib.training.gradients.host_shared_memory import HostSharedMemory, PeerListener, kernel_identity
 from distrib.training.rendezvous import collective_timeout
 
-COPIED, SUMMED = 0, 1
-"""Counters of each rank: buckets copied into shared memory, and buckets summed between hosts."""
-THREAD_STOP_TIMEOUT_SECONDS = 5.0
-CONNECT_TIMEOUT_SECONDS = 60.0
 
-TRIAL_BYTES = 4 << 20
-"""Size of the measurement of the network. It is sent in few and in many buckets; the difference gives the overhead of a bucket."""
-FEW_BUCKETS, MANY_BUCKETS = 2, 16
-COPIES_PER_BYTE = 2
-"""Memory copies before and after the network: into DDP's bucket and out of the result, and the sum and the copy into the gradient."""
-MIN_OVERHEAD_SECONDS = 20e-6
+class BucketCounter(enum.IntEnum):
+    """Counters of each rank in the shared memory of its host."""
+
+    COPIED = 0
+    """Buckets that the rank has copied into shared memory."""
+    SUMMED = 1
+    """Buckets that it has summed between hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ class AllReduceThread:
         """
         self._waiting.append(bucket)
         self.added += 1
-        self._memory.set_counter(COPIED, self.added)
+        self._memory.set_counter(BucketCounter.COPIED, self.added)
         self._memory.wake()
 
     def result_after(self, buckets: int, value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -190,7 +188,7 @@ class AllReduceThread:
         self._stopped = True
         self._memory.wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(THREAD_STOP_TIMEOUT_SECONDS)
+            self._thread.join(5.0)
         self._memory.close()
 
     # Methods of the thread
@@ -214,7 +212,7 @@ class AllReduceThread:
 
     def _begin(self) -> None:
         """Start the buckets that all ranks of the host have copied."""
-        ready = self._memory.min_counter(COPIED)
+        ready = self._memory.min_counter(BucketCounter.COPIED)
         while self._begun < ready and len(self._in_flight) < self.compressor.max_in_flight:
             bucket = self._waiting.popleft()
             self._begun += 1
@@ -267,11 +265,11 @@ class AllReduceThread:
             self._in_flight.popleft()
             self._summed += 1
         if self._summed > summed:
-            self._memory.set_counter(SUMMED, self._summed)
+            self._memory.set_counter(BucketCounter.SUMMED, self._summed)
 
     def _deliver(self) -> None:
         """Complete the results whose buckets all inter-host groups have summed."""
-        done = self._memory.min_counter(SUMMED, self._groups)
+        done = self._memory.min_counter(BucketCounter.SUMMED, self._groups)
         while self._pending and self._pending[0].buckets <= done:
             pending = self._pending.popleft()
             pending.future.set_result(pending.value)
@@ -336,10 +334,12 @@ class HierarchicalAllReduce:
         self._size_bytes = size_bytes
         self.hosts, self.local_size = len(members), len(mine)
         index = mine.index(rank)
-        peers = listener.connect_all([every[other][1] for other in mine], index, CONNECT_TIMEOUT_SECONDS)
+        peers = listener.connect_all([every[other][1] for other in mine], index, timeout_seconds=60.0)
         alone = self.local_size == 1
         # The input of each rank of the host, then the result. A rank alone on its host sums in place.
-        self._memory = HostSharedMemory(peers, index, 2, size_bytes if alone else size_bytes * (self.local_size + 1))
+        self._memory = HostSharedMemory(
+            peers, index, len(BucketCounter), size_bytes if alone else size_bytes * (self.local_size + 1)
+        )
         self._result_start = 0 if alone else size_bytes * self.local_size
         inputs = [
             self._memory.tensor(size_bytes * i, size_bytes * (i + 1), torch.uint8) for i in range(self.local_size)
@@ -370,33 +370,39 @@ class HierarchicalAllReduce:
         """
         return self._memory.tensor(self._result_start + start, self._result_start + end, dtype)
 
-    def measure(self) -> AllReduceCost:
+    def measure(self, *, few: int = 2, many: int = 16, trial_bytes: int = 4 << 20) -> AllReduceCost:
         """Measure the overhead of a bucket between steps. Overwrites the memory of the gradients. Collective.
+
+        Args:
+            few: Buckets of the first measurement.
+            many: Buckets of the second one; the difference gives the overhead of a bucket.
+            trial_bytes: Bytes that are averaged in each.
 
         Returns:
             The cost, the same on every rank.
         """
+        size = min(trial_bytes, self._size_bytes)
         self.own_input.zero_()
-        self._trial(FEW_BUCKETS)  # warm-up
-        source, copy = (torch.zeros(TRIAL_BYTES // 4, device="cpu") for _ in range(2))
+        self._trial(size, few)  # warm-up
+        source, copy = (torch.zeros(trial_bytes // 4, device="cpu") for _ in range(2))
         begun = time.perf_counter()
-        for _ in range(COPIES_PER_BYTE):
+        for _ in range(2):  # before and after the network: into the bucket, and out of the result
             copy.copy_(source)
         copying = time.perf_counter() - begun
-        times = torch.tensor(
-            [self._trial(FEW_BUCKETS), self._trial(MANY_BUCKETS), copying], dtype=torch.float64, device="cpu"
-        )
+        own = [self._trial(size, few), self._trial(size, many), copying]
+        times = torch.tensor(own, dtype=torch.float64, device="cpu")
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        few, many, copying = times.tolist()
+        few_seconds, many_seconds, copying = times.tolist()
         return AllReduceCost(
-            overhead_seconds=max(MIN_OVERHEAD_SECONDS, (many - few) / (MANY_BUCKETS - FEW_BUCKETS)),
-            seconds_per_byte=max(few, 1e-9) / min(TRIAL_BYTES, self._size_bytes),
-            inside_seconds_per_byte=copying / TRIAL_BYTES,
+            overhead_seconds=max(
+                20e-6, (many_seconds - few_seconds) / (many - few)
+            ),  # at least a wake-up of the thread
+            seconds_per_byte=max(few_seconds, 1e-9) / size,
+            inside_seconds_per_byte=copying / trial_bytes,
         )
 
-    def _trial(self, buckets: int) -> float:
-        """Measure the seconds of an all-reduce of `TRIAL_BYTES` in the given number of buckets."""
-        size = min(TRIAL_BYTES, self._size_bytes)
+    def _trial(self, size: int, buckets: int) -> float:
+        """Measure the seconds of an all-reduce of `size` bytes in the given number of buckets."""
         begun = time.perf_counter()
         for number, (start, end) in enumerate(itertools.pairwise((0, *even_bounds(size, -(-size // buckets))))):
             self.thread.add(CommBucket(number=number, start=start, end=end, dtype=torch.float32))

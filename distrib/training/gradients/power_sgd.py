@@ -21,9 +21,6 @@ from distrib.training.gradients.compression import (
 POWER_SGD_WARMUP_STEPS = 10
 """Uncompressed steps before PowerSGD begins: the first gradients are large, and DDP rebuilds its buckets."""
 
-RESTART_SCALE = 1e-10
-"""Magnitude of random numbers that keep PowerSGD's matrices from becoming zero; negligible beside other values."""
-
 
 class PowerSgd(Compressor):
     """torch's PowerSGD with error feedback and warm start, whose state stays finite.
@@ -155,7 +152,8 @@ class PowerSgd(Compressor):
     def _random_for(self, index: int, start: torch.Tensor) -> torch.Tensor:
         if index not in self._random:
             numbers = torch.randn(start.shape, generator=torch.Generator().manual_seed(index), device="cpu")
-            self._random[index] = (max(RESTART_SCALE, torch.finfo(start.dtype).tiny) * numbers).to(start)
+            # Negligible beside other values, but PowerSGD's matrices do not become zero.
+            self._random[index] = (max(1e-10, torch.finfo(start.dtype).tiny) * numbers).to(start)
         return self._random[index]
 
 

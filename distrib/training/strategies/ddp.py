@@ -40,9 +40,6 @@ from distrib.utils.log import get_logger
 log = get_logger("training")
 
 
-MIB = 1 << 20
-
-
 class DdpStrategy(AllReduceStrategy):
     """Strategy of mode sync: DistributedDataParallel averages the gradients."""
 
@@ -301,7 +298,7 @@ def _wrap_on_gpu(model: nn.Module, device: torch.device, settings: Strategy, opt
 
 
 def _wrap(model: nn.Module, bucket_bytes: int | None, options: dict[str, Any]) -> DdpModule:
-    wrapped = DdpModule(model, bucket_cap_mb=bucket_bytes / MIB if bucket_bytes else None, **options)
+    wrapped = DdpModule(model, bucket_cap_mb=bucket_bytes / 2**20 if bucket_bytes else None, **options)
     if names := hidden_attributes(wrapped):
         _note(
             f"{', '.join(names)} of the prepared {type(model).__name__} is DistributedDataParallel's; the model's own "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -15,13 +16,6 @@ import torch
 from distrib.environment import DISTRIB_STATUS_FD
 from distrib.errors import TrainingError
 from distrib.training.step_observer import StepObserver
-
-LONGEST_LINE_BYTES = 4096
-"""Limit of a line: PIPE_BUF of Linux, up to which a write to a pipe is atomic."""
-SHORTEST_INTERVAL_SECONDS = 0.1
-"""Least time between two step messages."""
-LATE_SECONDS = 0.5
-"""Delay of a step message that the rate limit held back. It may be the last one before the rank hangs."""
 
 
 class StatusPipe(StepObserver):
@@ -45,7 +39,7 @@ class StatusPipe(StepObserver):
         return cls(int(text) if text.isdecimal() else None)
 
     def step(self, number: int) -> None:
-        """Report a completed step, at most ten times per second. The last step is always reported, perhaps `LATE_SECONDS` later.
+        """Report a completed step, at most ten times per second. The last step is always reported, perhaps half a second later.
 
         Args:
             number: Number of steps so far.
@@ -55,10 +49,10 @@ class StatusPipe(StepObserver):
             return
         now = time.monotonic()
         if now >= self._next_step_time:
-            self._next_step_time = now + SHORTEST_INTERVAL_SECONDS
+            self._next_step_time = now + 0.1
             self._say_step()
         elif self._late is None:
-            self._late = threading.Timer(LATE_SECONDS, self._say_late)
+            self._late = threading.Timer(0.5, self._say_late)  # may be the last step before the rank hangs
             self._late.daemon = True
             self._late.start()
 
@@ -88,7 +82,7 @@ class StatusPipe(StepObserver):
             is_main: True if this rank is the main rank, whose metrics the launcher logs.
 
         Raises:
-            TrainingError: A value has another type than JSON allows, or the line exceeds `LONGEST_LINE_BYTES`.
+            TrainingError: A value has another type than JSON allows, or the line exceeds `select.PIPE_BUF`.
         """
         self._write({"metrics": {name: _plain(name, value) for name, value in values.items()}, "main": is_main})
 
@@ -119,9 +113,9 @@ class StatusPipe(StepObserver):
 
     def _write(self, message: dict[str, Any]) -> None:
         line = json.dumps(message, allow_nan=False).encode() + b"\n"
-        if len(line) > LONGEST_LINE_BYTES:
+        if len(line) > select.PIPE_BUF:
             raise TrainingError(
-                f"metrics of {len(line)} bytes do not fit into the {LONGEST_LINE_BYTES} of a status line",
+                f"metrics of {len(line)} bytes do not fit into the {select.PIPE_BUF} of a status line",
                 hint="log fewer or shorter values",
             )
         if self._descriptor is None:

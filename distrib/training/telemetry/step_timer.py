@@ -1,6 +1,6 @@
 """Step times during training: duration of a step, its wait for gradients, and the traffic to other hosts.
 
-Steps are measured in windows: one after the first steps, then one every `PAUSE_SECONDS`. Between windows nothing is measured. In a
+Steps are measured in windows: one after the first steps, then one every `pause_seconds`. Between windows nothing is measured. In a
 window, a hook on each parameter marks the time of its gradient. The time from the last gradient to the optimizer is the wait for
 other ranks. Strategies that wait elsewhere, and not in every step, count their waits. Each step then has the mean wait.
 """
@@ -12,6 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +23,23 @@ from distrib.training.model_parameters import exclude_model
 from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
 
-WARMUP_STEPS = 5
-"""Steps before the first window."""
-WINDOW_STEPS = 20
-"""Steps after which a window ends."""
-FEWEST_STEPS = 5
-"""Measured steps that a window needs at least."""
-WINDOW_SECONDS = 10.0
-"""Time after which a window ends, if it has `FEWEST_STEPS`."""
-PAUSE_SECONDS = 10.0
-"""Time between two windows."""
+
+@dataclass(frozen=True, kw_only=True)
+class MeterSettings:
+    """When step times are measured. A window of 20 steps gives a stable median, and windows cost time only every 10 s."""
+
+    warmup_steps: int = 5
+    """Steps before the first window: DDP rebuilds its buckets in the first three."""
+    window_steps: int = 20
+    min_steps: int = 5
+    """Least number of steps in a window."""
+    window_seconds: float = 10.0
+    """Time after which a window with `min_steps` ends."""
+    pause_seconds: float = 10.0
+    """Time between two windows."""
+
+
+SETTINGS = MeterSettings()
 
 
 class Meter:
@@ -66,7 +74,7 @@ class Meter:
         self._since: tuple[int, float] | None = None  # steps and seconds waited at the start of the first window
         self._models: list[nn.Module] = []
         self._optimizer: torch.optim.Optimizer | None = None
-        self._until = WARMUP_STEPS
+        self._until = SETTINGS.warmup_steps
         self._open_at = 0.0
         self._hooks: list[Any] = []
         self._marks: list[tuple[Any, Any, Any, Any]] = []  # begin, last gradient, optimizer's begin, end
@@ -148,8 +156,8 @@ class Meter:
                 self._waits.append(waited)
         self._begin, self._ready, self._called = end, None, None
         count = len(self._marks)
-        late = time.monotonic() - self._opened > WINDOW_SECONDS
-        if count >= WINDOW_STEPS or (late and count >= FEWEST_STEPS):
+        late = time.monotonic() - self._opened > SETTINGS.window_seconds
+        if count >= SETTINGS.window_steps or (late and count >= SETTINGS.min_steps):
             self._close()
 
     def _close(self) -> None:
@@ -157,7 +165,7 @@ class Meter:
             hook.remove()
         self._hooks.clear()
         self._begin = None
-        self._open_at = time.monotonic() + PAUSE_SECONDS
+        self._open_at = time.monotonic() + SETTINGS.pause_seconds
         self._clock.synchronize()
         seconds = self._clock.seconds
         steps = [seconds(begin, end) for begin, _, _, end in self._marks]

@@ -16,12 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-_ACKED, _BUSY, _RECEIVER_LIMITED = 120, 168, 176
-"""Offsets of tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited: 64 bits each, times in microseconds (Linux 4.10)."""
-
-MIN_RATE_BYTES = 1 << 20
-"""Least traffic for which a rate is computed. Smaller amounts stay in the socket's buffer, so their rate is not that of the network."""
-
 
 class Sent(NamedTuple):
     """Traffic to one host since the connections were made: acknowledged bytes, seconds with data to send."""
@@ -45,9 +39,10 @@ def sent() -> dict[str, Sent]:
                 if other == own:
                     continue
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            if len(info) < _RECEIVER_LIMITED + 8:
-                continue  # an older kernel
-            acked, busy, limited = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY, _RECEIVER_LIMITED))
+            if len(info) < 184:
+                continue  # a kernel before Linux 4.10
+            # tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited; times in microseconds
+            acked, busy, limited = struct.unpack_from("=120xQ40xQQ", info)
             before = found.get(other, Sent())
             found[other] = Sent(before.size_bytes + acked, before.busy_seconds + max(0, busy - limited) / 1e6)
     return found
@@ -85,20 +80,21 @@ def _has_rdma() -> bool:
     return False
 
 
-def rates(before: Mapping[str, Sent], after: Mapping[str, Sent]) -> dict[str, float]:
+def rates(before: Mapping[str, Sent], after: Mapping[str, Sent], *, min_bytes: int = 1 << 20) -> dict[str, float]:
     """Compute the rate to each host between two measurements.
 
     Args:
         before: The first result of `sent`.
         after: The second one.
+        min_bytes: Least traffic for a rate. Smaller amounts stay in the socket's buffer, so their rate is not that of the network.
 
     Returns:
-        Bytes per second by address, only of hosts that received at least `MIN_RATE_BYTES`.
+        Bytes per second by address.
     """
     found = {}
     for address, now in after.items():
         then = before.get(address, Sent())
         size, seconds = now.size_bytes - then.size_bytes, now.busy_seconds - then.busy_seconds
-        if size >= MIN_RATE_BYTES and seconds > 0:
+        if size >= min_bytes and seconds > 0:
             found[address] = size / seconds
     return found
