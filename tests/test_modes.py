@@ -45,7 +45,7 @@ TOLD = {
     "apart_later": "warning: after 20 steps 3.weight differs on rank 1 from rank 0: replicas diverge",
     "itself": "note: dim, gather, logger of the prepared Net is DistributedDataParallel's",
     "saved_within": "a checkpoint in the middle of a round of --mode local has the model of the main rank alone",
-    "short_rounds": "too short ones for an outer momentum",
+    "short_rounds": "may diverge: use --outer average",
     "sparse": "has sparse or complex gradients",
 }
 """Messages that a lesson must print once, or must not print."""

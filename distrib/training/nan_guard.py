@@ -16,10 +16,6 @@ from distrib.training.collectives import gather_objects
 from distrib.training.model_parameters import optimizer_parameters, trainable_parameters
 
 OnNan = Literal["raise", "skip", "ignore"]
-MAX_WITNESSES = 16
-"""Parameters whose local gradients are kept until the step, to find the rank of a NaN in the mean."""
-MAX_WITNESS_ELEMENTS = 4096
-"""Only parameters of at most this size are kept: 16 x 4096 elements are 256 KiB in float32."""
 
 
 class _CheckedStep(NamedTuple):
@@ -67,18 +63,20 @@ class NanGuard:
         self._handles: list[RemovableHandle] = []
         self._pending: _CheckedStep | None = None
 
-    def watch(self, names: Mapping[torch.Tensor, str]) -> None:
-        """Hook the parameters whose local gradients are kept.
+    def watch(self, names: Mapping[torch.Tensor, str], *, max_parameters: int = 16, max_elements: int = 4096) -> None:
+        """Hook some parameters whose local gradients are kept until the step, to find the rank of a NaN in the mean.
 
         Args:
             names: The names of the parameters in their models, for messages.
+            max_parameters: Number of hooked parameters.
+            max_elements: Largest of them.
         """
         self._names = names
         self.close()
-        small = [p for p in trainable_parameters(self._optimizer) if p.numel() <= MAX_WITNESS_ELEMENTS]
+        small = [p for p in trainable_parameters(self._optimizer) if p.numel() <= max_elements]
         if not self._averaged or self._on_nan == "ignore":
             small = []
-        chosen = small[:: max(-(-len(small) // MAX_WITNESSES), 1)]
+        chosen = small[:: max(-(-len(small) // max_parameters), 1)]
         self._handles = [p.register_hook(self._keep(p)) for p in chosen]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -113,12 +111,14 @@ class NanGuard:
         """
         if self._on_nan == "ignore":
             return True
-        parameters = [p for p in optimizer_parameters(self._optimizer) if p.grad is not None]
-        parameters = [p for p in parameters if p.grad.is_floating_point() or p.grad.is_complex()]  # type: ignore[union-attr]
-        gradients = [_real_values(p.grad) for p in parameters if p.grad is not None]
         witnesses = self.forget()
-        filled = [number for number, gradient in enumerate(gradients) if gradient.numel()]
-        gradients, parameters = [gradients[n] for n in filled], [parameters[n] for n in filled]
+        by_parameter = {
+            parameter: _real_values(gradient)
+            for parameter in optimizer_parameters(self._optimizer)
+            if (gradient := parameter.grad) is not None and (gradient.is_floating_point() or gradient.is_complex())
+        }
+        parameters = [parameter for parameter, values in by_parameter.items() if values.numel()]
+        gradients = [by_parameter[parameter] for parameter in parameters]
         if not gradients:
             return True
         may_be_late = gradients[0].is_cuda if self._late is None else self._late
@@ -159,9 +159,12 @@ class NanGuard:
 
     def _error(self, seen: _CheckedStep, *, alone: bool = False) -> TrainingError:
         norms = zip(seen.parameters, seen.norms.tolist(), strict=True)
-        bad = [self._name(parameter) for parameter, norm in norms if not math.isfinite(norm)]
+        first, *others = [parameter for parameter, norm in norms if not math.isfinite(norm)]
+        name = self._names.get(first) or f"a parameter {list(first.shape)}"
+        more = f" (and of {len(others)} more)" if others else ""
+        ranks = self._find_ranks(seen.witnesses, alone=alone)
         return TrainingError(
-            f"step {seen.step}: the gradient of {_list_first(bad)} is nan or infinite{self._find_ranks(seen.witnesses, alone=alone)}",
+            f"step {seen.step}: the gradient of {name}{more} is nan or infinite{ranks}",
             hint="look at that batch, at the learning rate and the loss; prepare(..., on_nan='skip') leaves such steps out",
         )
 
@@ -175,9 +178,6 @@ class NanGuard:
             return ", on an unknown rank" if witnesses else ""
         return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}"
 
-    def _name(self, parameter: torch.Tensor) -> str:
-        return self._names.get(parameter) or f"a parameter {list(parameter.shape)}"
-
 
 def _real_values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the real values of a gradient; of a sparse gradient only the stored values."""
@@ -186,16 +186,11 @@ def _real_values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
-    """Compute the norm of each tensor, in one kernel per device and type."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(number)
-    if len(by_kind) == 1:
-        return torch.stack(torch._foreach_norm(tensors, order))
-    found: dict[int, torch.Tensor] = {}
-    for numbers in by_kind.values():
-        found.update(zip(numbers, torch._foreach_norm([tensors[n] for n in numbers], order), strict=True))
-    return torch.stack([found[number].to(tensors[0].device) for number in range(len(tensors))])
+    """Compute the norm of each tensor, in few kernels."""
+    norms = list(torch._foreach_norm(tensors, order))
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
+    return torch.stack(norms)
 
 
 def _all_finite(norms: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, Any]:
@@ -208,7 +203,3 @@ def _all_finite(norms: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, Any]:
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record(torch.cuda.current_stream(norms.device))
     return host, arrived
-
-
-def _list_first(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and of {len(names) - 1} more)"

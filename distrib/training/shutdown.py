@@ -96,10 +96,8 @@ class JobShutdown:
         if dist.is_initialized():
             wait_for_gloo_callbacks()
             dist.destroy_process_group()
-        if self._world.ends_mpi:
-            from mpi4py import MPI  # optional, and it starts MPI
-
-            MPI.Finalize()
+        if self._world.finalize_mpi:
+            self._world.finalize_mpi()
 
     def abandon(self) -> None:
         """Leave without the other ranks. After a failure they may never answer, and MPI's Finalize may hang."""

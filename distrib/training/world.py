@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ class World:
     """Ranks on this host; 0 if unknown, until `rendezvous.join` counts them."""
     comm: Any = None
     """MPI.COMM_WORLD if MPI started the process."""
-    ends_mpi: bool = False
-    """True if this library initialized MPI and must finalize it."""
+    finalize_mpi: Callable[[], None] | None = None
+    """MPI.Finalize if this library initialized MPI; None otherwise."""
 
     @property
     def on_one_host(self) -> bool:
@@ -65,7 +65,7 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
         return planned_world(environ)  # torchrun may run under MPI or Slurm, whose variables are still set
     if OMPI_SIZE in environ or "PMIX_RANK" in environ:
         try:
-            comm, started = _start_mpi(threads)
+            mpi, is_started = _start_mpi(threads)
         except (ImportError, RuntimeError) as error:
             if not planned:
                 raise TrainingError(
@@ -73,7 +73,7 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
                     hint="install mpi4py for the MPI that is used, or start the script with distrib-launch",
                 ) from error
         else:
-            return _from_mpi(comm, environ, started)
+            return _from_mpi(mpi, environ, is_started)
     if planned:
         return planned_world(environ)
     _warn_of_separate_jobs(environ)
@@ -180,20 +180,21 @@ def _why_no_cuda() -> str:
 
 
 def _start_mpi(threads: bool) -> tuple[Any, bool]:
-    """Return MPI.COMM_WORLD, and True if MPI was initialized here: only then must this library finalize it."""
-    import mpi4py
+    """Return mpi4py's module MPI, and True if MPI was initialized here: only then must this library finalize it."""
+    import mpi4py  # optional
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
-    from mpi4py import MPI
+    from mpi4py import MPI  # reads mpi4py.rc
 
     starts = not MPI.Is_initialized()
     if starts:
         MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
-    return MPI.COMM_WORLD, starts
+    return MPI, starts
 
 
-def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
+def _from_mpi(mpi: Any, environ: Mapping[str, str], is_started: bool) -> World:
+    comm = mpi.COMM_WORLD
     # With another MPI than mpirun's, each process would have a world of size 1.
     planned_size = _first_integer(environ, WORLD_SIZE, OMPI_SIZE, default=comm.size)
     if planned_size != comm.size:
@@ -211,24 +212,15 @@ def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
     local_rank = _first_integer(environ, LOCAL_RANK, OMPI_LOCAL_RANK, default=-1)
     local_size = _first_integer(environ, LOCAL_WORLD_SIZE, OMPI_LOCAL_SIZE, default=-1)
     if local_rank < 0 or local_size < 0:  # a launcher without these variables, such as srun
-        place, count = _place_on_host(comm)
+        here = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        place, count = here.rank, here.size
+        here.Free()
         local_rank = place if local_rank < 0 else local_rank
         local_size = count if local_size < 0 else local_size
     return World(
-        rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size, comm=comm, ends_mpi=started,
+        rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size, comm=comm,
+        finalize_mpi=mpi.Finalize if is_started else None,
     )  # fmt: skip
-
-
-def _place_on_host(comm: Any) -> tuple[int, int]:
-    """Return the local rank and the number of local ranks. Collective."""
-    if comm.size == 1:
-        return 0, 1
-    from mpi4py import MPI
-
-    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    place = here.rank, here.size
-    here.Free()
-    return place
 
 
 def _first_integer(environ: Mapping[str, str], *names: str, default: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,17 +26,25 @@ log = get_logger("checks")
 
 CHECK_EVERY_STEPS = 100
 """Steps between two comparisons: one costs about as much as reading the parameters once."""
-_MAX_RELATIVE_DIFFERENCE = 1e-3
-"""Tolerance relative to the norm. Rounding differs by 1e-7 per step between devices; missing averages differ by about the learning rate."""
-_INITIAL_FRACTION = 1e-2
-"""Fraction of the tolerance that is allowed before the first step."""
-_MIN_RMS = 1e-3
-"""Least root mean square for the tolerance. Parameters near zero would otherwise differ by rounding alone."""
-_UNKNOWN_NORM = -1.0
 _CAUSES = (
     "replicas diverge. Compute losses with the model that job.prepare returned, change parameters and learning rates equally on every rank "
     "(job.all_reduce a measurement first), and call step() equally often"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceTolerance:
+    """Differences of sums and norms that count as rounding."""
+
+    relative: float = 1e-3
+    """Difference relative to the norm. Rounding differs by 1e-7 per step between devices; missing averages by about the learning rate."""
+    initial_fraction: float = 1e-2
+    """Fraction of the tolerance that is allowed before the first step."""
+    min_rms: float = 1e-3
+    """Least root mean square for the tolerance. Parameters near zero would otherwise differ by rounding alone."""
+
+
+TOLERANCE = DivergenceTolerance()
 
 
 class Checksum(NamedTuple):
@@ -57,11 +66,11 @@ class Checksum(NamedTuple):
         Returns:
             True if the values differ by more, or only one of them is finite.
         """
-        if _UNKNOWN_NORM in (self.norm, other[1]):
+        if -1.0 in (self.norm, other[1]):
             return False
         if not all(map(math.isfinite, (self.sum, *other))):
             return math.isfinite(self.sum) != math.isfinite(other[0])
-        scale = fraction * self.tolerance * max(self.norm, other[1], _MIN_RMS * math.sqrt(self.elements))
+        scale = fraction * self.tolerance * max(self.norm, other[1], TOLERANCE.min_rms * math.sqrt(self.elements))
         return abs(self.sum - other[0]) > scale or abs(self.norm - other[1]) > scale
 
 
@@ -90,7 +99,7 @@ def check_initial_values(models: Sequence[nn.Module]) -> None:
     every = gather_objects([(one.sum, one.norm) for one in own]) if own else []
     for rank, other in enumerate(every):
         for first, values, checksum in zip(every[0], other, own, strict=False):
-            if checksum._replace(sum=first[0], norm=first[1]).differs(values, _INITIAL_FRACTION):
+            if checksum._replace(sum=first[0], norm=first[1]).differs(values, TOLERANCE.initial_fraction):
                 raise TrainingError(
                     f"training begins with other values in {checksum.name} on rank {rank} than on rank 0",
                     hint="load weights before job.prepare, which broadcasts rank 0's, or on every rank, as job.restore does",
@@ -186,12 +195,10 @@ class DivergenceCheck(StepObserver):
 
 def _checksum(name: str, values: torch.Tensor) -> Checksum:
     precision = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
-    tolerance = max(_MAX_RELATIVE_DIFFERENCE, 10 * precision)
+    tolerance = max(TOLERANCE.relative, 10 * precision)
     values = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
-    total, norm = 0.0, _UNKNOWN_NORM
-    with contextlib.suppress(
-        RuntimeError, NotImplementedError, TypeError
-    ):  # integers, sparse tensors, or too little memory
+    total, norm = 0.0, -1.0
+    with contextlib.suppress(RuntimeError, TypeError):  # integers, sparse tensors, or too little memory
         parts = split_for_sum(values)
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         total = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum().item()

@@ -88,50 +88,31 @@ class GradientHook:
         return type(None), ()
 
 
-class BucketAutotuner:
-    """Comparison of bucket boundaries in real steps, because a network model does not know the load of the CPUs.
+def compare_bounds(
+    candidates: Sequence[BucketBounds], *, turns: int = 2, turn_steps: int = 3
+) -> Iterator[BucketBounds]:
+    """Compare bucket boundaries in real steps, because a network model does not know the load of the CPUs.
 
     On slow networks it gains 4 to 6 % (2 hosts of 4 ranks at 200 Mb/s, benchmarks/synchronous.py).
+
+    Args:
+        candidates: Bounds to compare, the same on every rank.
+        turns: Turns of each candidate.
+        turn_steps: Steps of a turn. The first one is not measured: the candidate before affects it.
+
+    Yields:
+        The bounds of each step, at last those with the least median step time. Collective then.
     """
-
-    TURNS, TURN_STEPS = 2, 3
-    """Each candidate has `TURNS` turns of `TURN_STEPS` steps. The first step of a turn is not counted: the former candidate affects it."""
-
-    def __init__(self, candidates: Sequence[BucketBounds]) -> None:
-        """Begin with the first candidate.
-
-        Args:
-            candidates: Bounds to compare, the same on every rank.
-        """
-        self.candidates = tuple(candidates)
-        self._seconds: list[list[float]] = [[] for _ in self.candidates]
-        self._steps = 0
-        self._begun: float | None = None
-
-    @property
-    def bounds(self) -> BucketBounds:
-        """The candidate of the next step."""
-        return self.candidates[self._steps // self.TURN_STEPS % len(self.candidates)]
-
-    @property
-    def is_complete(self) -> bool:
-        """True if every candidate has had its turns."""
-        return self._steps >= self.TURNS * self.TURN_STEPS * len(self.candidates)
-
-    def on_step_end(self, now: float) -> None:
-        """Record the end of a step.
-
-        Args:
-            now: Seconds on a monotonic clock.
-        """
-        if self._begun is not None and self._steps % self.TURN_STEPS:
-            self._seconds[self._steps // self.TURN_STEPS % len(self.candidates)].append(now - self._begun)
-        self._begun = now
-        self._steps += 1
-
-    def median_seconds(self) -> list[float]:
-        """Return the median step time of each candidate on this rank."""
-        return [statistics.median(taken) for taken in self._seconds]
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for bounds, measured in [*zip(candidates, seconds, strict=True)] * turns:
+        yield bounds
+        for _ in range(turn_steps - 1):
+            begun = time.perf_counter()
+            yield bounds
+            measured.append(time.perf_counter() - begun)
+    medians = torch.tensor([*map(statistics.median, seconds)], dtype=torch.float64, device="cpu")
+    dist.all_reduce(medians)
+    yield candidates[int(medians.argmin())]
 
 
 class HierarchicalHook(GradientHook):
@@ -162,7 +143,7 @@ class HierarchicalHook(GradientHook):
         self._scale_factor = 1 / dist.get_world_size()
         self._steps = 0
         self._bounds: BucketBounds = ()
-        self._autotuner: BucketAutotuner | None = None
+        self._trial: Iterator[BucketBounds] | None = None
         self._last_trial_step = 0
         self._sizes: list[tuple[torch.dtype, int]] = []  # type and elements of DDP's buckets in this step
         self._times: list[float] = []
@@ -177,7 +158,7 @@ class HierarchicalHook(GradientHook):
 
     @property
     def is_steady(self) -> bool:
-        return self._autotuner is None and self._steps >= self._compressor.warmup_steps
+        return self._trial is None and self._steps >= self._compressor.warmup_steps
 
     def reset(self) -> None:
         self._must_reset = True  # the thread uses the error feedback
@@ -193,11 +174,6 @@ class HierarchicalHook(GradientHook):
         return self._all_reduce.hosts
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent to other hosts."""
-        return self._thread.sent_bytes
-
-    @property
     def bounds(self) -> BucketBounds:
         """End of each bucket in bytes; empty while buckets are of equal size."""
         return self._bounds
@@ -205,8 +181,8 @@ class HierarchicalHook(GradientHook):
     def plan(self) -> None:
         """Choose bucket boundaries between steps, once the ready times of gradients are known. Collective."""
         self._begin_compression()
-        if self._autotuner:
-            self._continue_trial(self._autotuner)
+        if self._trial:
+            self._continue_trial(self._trial)
             return
         if self._steps != REBUILD_STEPS or self._bounds:
             return
@@ -216,8 +192,8 @@ class HierarchicalHook(GradientHook):
         if self._compressor.has_error_feedback:  # it is stored by bucket, so no trial of other boundaries
             candidates = candidates[:2][-1:]  # few buckets
         candidates = list(dict.fromkeys(candidates))
-        self._autotuner = BucketAutotuner(candidates) if len(candidates) > 1 else None
-        self._use(candidates[0])
+        self._trial = compare_bounds(candidates) if len(candidates) > 1 else None
+        self._use(next(self._trial) if self._trial else candidates[0])
 
     def _begin_compression(self) -> None:
         if self._steps >= REBUILD_STEPS:
@@ -229,18 +205,14 @@ class HierarchicalHook(GradientHook):
         sizes = [dtype.itemsize * elements for dtype, elements in self._last_sizes]
         return candidate_bounds(sizes, times.tolist(), self._all_reduce.measure())
 
-    def _continue_trial(self, autotuner: BucketAutotuner) -> None:
+    def _continue_trial(self, trial: Iterator[BucketBounds]) -> None:
         if not self._bounds:  # the sequence of gradients has changed
-            self._autotuner = None
+            self._trial = None
         elif self._steps > self._last_trial_step:
-            autotuner.on_step_end(time.perf_counter())
-            if not autotuner.is_complete:
-                self._use(autotuner.bounds)
-                return
-            seconds = torch.tensor(autotuner.median_seconds(), dtype=torch.float64, device="cpu")
-            dist.all_reduce(seconds)
-            self._use(autotuner.candidates[int(seconds.argmin())])
-            self._autotuner = None
+            if bounds := next(trial, None):
+                self._use(bounds)
+            else:
+                self._trial = None
 
     def _use(self, bounds: BucketBounds) -> None:
         self._last_trial_step = self._steps
@@ -351,7 +323,6 @@ class GpuCompressionHook(GradientHook):
         self._used: set[tuple[int, int, int]] = set()
         """Keys of `_errors` that this step used."""
         self._steps = 0
-        self.sent_bytes = 0
 
     def reset(self) -> None:
         self._errors.clear()
@@ -366,7 +337,6 @@ class GpuCompressionHook(GradientHook):
             A future of the averaged buffer.
         """
         buffer = bucket.buffer()
-        elements, width = buffer.numel(), buffer.element_size()
 
         def errors(stage: int, own: int) -> torch.Tensor:
             key = bucket.index(), own, stage
@@ -376,7 +346,6 @@ class GpuCompressionHook(GradientHook):
             return self._errors[key]
 
         compressor = self._compressor if self._steps >= REBUILD_STEPS else self._exact
-        self.sent_bytes += compressor.sent_bytes(elements, width, self._groups[0].size(), None)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
             if bucket.index() == 0 and (factor := self.scale.take_factor()) is not None:

@@ -91,20 +91,6 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
-        """Count the bytes that a rank sends for a bucket.
-
-        Args:
-            elements: Elements of the bucket.
-            element_bytes: Bytes of each before compression.
-            hosts: Number of ranks in the groups.
-            info: The DDP bucket, if `needs_whole_buckets`.
-
-        Returns:
-            Bytes, without headers.
-        """
-        raise NotImplementedError
-
     def rescale(self, factor: torch.Tensor) -> None:
         """Scale the compressor's own error feedback, as a GradScaler changed its scale.
 
@@ -139,20 +125,6 @@ class NoCompression(Compressor):
             The future of the all-reduce.
         """
         yield dist.all_reduce(bucket, group=groups[0], async_op=True).get_future()
-
-    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
-        """Count the bytes that a rank sends in a ring all-reduce.
-
-        Args:
-            elements: Elements of the bucket.
-            element_bytes: Bytes of each.
-            hosts: Number of ranks in the group.
-            info: Not used.
-
-        Returns:
-            Bytes, without headers.
-        """
-        return 2 * (hosts - 1) * elements * element_bytes // hosts
 
 
 class Half(Compressor):
@@ -207,20 +179,6 @@ class Half(Compressor):
         elements = 1 << (min_elements - 1).bit_length()
         free = self._free.setdefault((elements, dtype), [])
         return free.pop() if free else torch.zeros(elements, dtype=dtype, device="cpu")
-
-    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
-        """Count the bytes that a rank sends for a bucket.
-
-        Args:
-            elements: Elements of the bucket.
-            element_bytes: Not used: two bytes of each are sent.
-            hosts: Number of ranks in the groups.
-            info: Not used.
-
-        Returns:
-            Bytes, without headers.
-        """
-        return 2 * (hosts - 1) * 2 * math.ceil(elements / hosts)
 
     def reset(self) -> None:
         self._free.clear()

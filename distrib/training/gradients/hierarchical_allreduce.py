@@ -132,8 +132,6 @@ class AllReduceThread:
         self._begun = self._summed = 0
         self._failure: Exception | None = None
         self._stopped = False
-        self.sent_bytes = 0
-        """Bytes that this rank has sent to other hosts."""
         self._thread = threading.Thread(target=self._run, name="distrib-gradients", daemon=True)
         self._thread.start()
 
@@ -240,9 +238,6 @@ class AllReduceThread:
                     self._errors[key] = torch.zeros(elements, dtype=torch.float32, device=result.device)
                 return self._errors[key]
 
-            self.sent_bytes += self.compressor.sent_bytes(
-                result.numel(), result.element_size(), self._group.hosts, bucket.info
-            )
             yield from self.compressor.all_reduce(result, self._group.groups, errors, bucket.info)
 
     def _step(self, bucket: _InFlightBucket) -> None:

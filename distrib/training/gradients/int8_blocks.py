@@ -63,21 +63,6 @@ class Int8Blocks(Compressor):
         yield all_gather_single(gathered.view(-1), own.view(-1), group=groups[1], async_op=True).get_future()
         bucket.copy_(self.decode(gathered, share).view(-1)[: bucket.numel()])
 
-    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
-        """Count the bytes that a rank sends for a bucket: values and scales.
-
-        Args:
-            elements: Elements of the bucket.
-            element_bytes: Not used.
-            hosts: Number of ranks in the groups.
-            info: Not used.
-
-        Returns:
-            Bytes, without headers.
-        """
-        share = self.padded(math.ceil(elements / hosts))
-        return 2 * (hosts - 1) * (share + 4 * (share // BLOCK_ELEMENTS))
-
     @staticmethod
     def padded(elements: int) -> int:
         """Round up to whole blocks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -125,29 +124,6 @@ class PowerSgd(Compressor):
     def reset(self) -> None:
         if self._state is not None:
             self._state.error_dict.clear()
-
-    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
-        """Count the bytes that a rank sends for a bucket after the warm-up.
-
-        Args:
-            elements: Not used.
-            element_bytes: Bytes of an element.
-            hosts: Number of ranks in the group.
-            info: The DDP bucket. Matrices that would not shrink by half are sent uncompressed.
-
-        Returns:
-            Bytes, without headers.
-        """
-        assert info is not None
-        sent = 0
-        for shape in info.shapes:
-            if not math.prod(shape):
-                continue
-            rows = shape[0] if shape else 1
-            columns = math.prod(shape) // rows
-            low = (rows + columns) * min(rows, columns, self._rank)
-            sent += low if 2 * low < rows * columns else rows * columns
-        return 2 * (hosts - 1) * sent * element_bytes // hosts
 
     def _random_for(self, index: int, start: torch.Tensor) -> torch.Tensor:
         if index not in self._random:

@@ -54,17 +54,3 @@ class TopK(Compressor):
     def _count(self, elements: int) -> int:
         """Compute the number of elements of a bucket that are sent."""
         return max(1, math.ceil((self.gradients.fraction or 1.0) * elements)) if elements else 0
-
-    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, info: BucketInfo | None) -> int:
-        """Count the bytes that a rank sends for a bucket: a float32 value and an int32 index for each sent element.
-
-        Args:
-            elements: Elements of the bucket.
-            element_bytes: Not used.
-            hosts: Number of ranks in the group.
-            info: Not used.
-
-        Returns:
-            Bytes, without headers.
-        """
-        return 8 * (hosts - 1) * self._count(elements)

@@ -30,17 +30,13 @@ from distrib.training.model_parameters import exclude_model, optimizer_parameter
 from distrib.training.strategies.all_reduce import SynchronizedBuffers, unprepared_parameter
 from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.telemetry.device_timer import DeviceTimer
-from distrib.utils.log import PLAIN, get_logger
+from distrib.utils.log import get_logger
 
 log = get_logger("training")
 
 
-MIXED = 0.5
+OWN_SHARE = 0.5
 """Weight of a rank's own parameters after an overlapped exchange (alpha of Streaming DiLoCo)."""
-FEW_STEPS = 8
-"""Inner steps of a round below which outer momentum on top of the optimizer's own momentum may diverge (see docs/how-to/local-sgd.md)."""
-LOOK_STEPS = 3 * FEW_STEPS
-"""Inner steps after which the average length of a round is checked once."""
 
 
 class LocalSgdStrategy(TrainingStrategy):
@@ -76,6 +72,7 @@ class LocalSgdStrategy(TrainingStrategy):
         self._clock = DeviceTimer(self.device)
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited = 0.0
+        self._has_warned = False
 
     @property
     def replicas_differ(self) -> bool:
@@ -111,6 +108,14 @@ class LocalSgdStrategy(TrainingStrategy):
                 hint="use --mode sync",
             )
         self._rounds[optimizer] = Round(optimizer, self.settings, self.world.size)
+        has_momentum = any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
+        inner_steps, outer = self.settings.inner_steps or INNER_STEPS, self.settings.outer
+        if has_momentum and outer.momentum and inner_steps < 8 and not self._has_warned and not self.world.rank:
+            self._has_warned = True
+            log.warning(
+                f"rounds of {inner_steps} steps with outer momentum and the momentum of {type(optimizer).__name__} may diverge: "
+                "use --outer average, or --inner-steps 16 or more"
+            )
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
         """Synchronize the parameters of an optimizer that takes no more steps. Collective.
@@ -162,13 +167,6 @@ class LocalSgdStrategy(TrainingStrategy):
         result = update()
         begun = self._clock.mark()
         round_.go_on()
-        if round_.is_too_short and self.world.rank == 0:
-            longer = "" if (self.settings.inner_steps or INNER_STEPS) > FEW_STEPS else ", or --inner-steps 16 or more"
-            log.info(
-                f"mode local: there were {round_.rounds} rounds in {LOOK_STEPS} steps, too short ones for an outer momentum "
-                f"on top of that of {type(optimizer).__name__}, which together may take parameters too far: use --outer average{longer}",
-                extra=PLAIN,
-            )
         self._waits.append((begun, self._clock.mark()))
         self._count_waits()
         return result
@@ -257,9 +255,6 @@ class Round:
         self._dtype = create_compressor(strategy.gradients).value_dtype
         self._taken = 0
         self._settled = 0
-        self.rounds = 0
-        """Number of completed rounds."""
-        self._ended = 0  # step at which the last round ended
         self._fragments: list[Fragment] = []
         self._trained: list[torch.Tensor] = []
 
@@ -290,25 +285,16 @@ class Round:
         """Count a step, and exchange the fragments that are due. Collective."""
         self._taken += 1
         if (self._taken - self._settled) % self._steps == 0:
-            self.rounds, self._ended = self.rounds + 1, self._taken
             _average_buffers(self._buffers, self._ranks)  # before fragments: NCCL runs one at a time
         for number, fragment in enumerate(self._fragments):
             if fragment.due is not None and self._taken >= fragment.due:
-                fragment.finish(own_share=MIXED)
+                fragment.finish(own_share=OWN_SHARE)
             if (self._taken - self._settled - self._offset(number)) % self._steps == 0:
                 if fragment.due is not None:  # the network is slower than the steps
-                    fragment.finish(own_share=MIXED)
+                    fragment.finish(own_share=OWN_SHARE)
                 fragment.send(self._taken + self._outer.overlap_steps)
                 if not self._outer.overlap_steps:
                     fragment.finish(own_share=0.0)
-
-    @property
-    def is_too_short(self) -> bool:
-        """True at step `LOOK_STEPS` if rounds are too short for outer momentum on top of the optimizer's own momentum."""
-        if self._taken != LOOK_STEPS or self.rounds < LOOK_STEPS // FEW_STEPS or not self._outer.momentum:
-            return False
-        own = any(group.get("momentum") or group.get("betas", (0,))[0] for group in self._optimizer.param_groups)
-        return own and self._ended < FEW_STEPS * self.rounds
 
     def end(self) -> None:
         """Synchronize the parameters. Collective, after the same number of steps on each rank."""
@@ -317,14 +303,13 @@ class Round:
         for fragment in self._fragments:
             if fragment.due is not None:  # if it was sent after the latest step, no rank has trained since
                 just_sent = fragment.due == self._taken + self._outer.overlap_steps
-                fragment.finish(own_share=0.0 if just_sent else MIXED)
+                fragment.finish(own_share=0.0 if just_sent else OWN_SHARE)
         apart = [fragment for fragment in self._fragments if fragment.begun]
         for fragment in apart:
             fragment.send(self._taken)
         for fragment in apart:
             fragment.finish(own_share=0.0)
         if apart:
-            self.rounds, self._ended = self.rounds + 1, self._taken
             _average_buffers(self._buffers, self._ranks)
         self._settled = self._taken
 
