@@ -27,7 +27,7 @@ from distrib.training.gradients.power_sgd import POWER_SGD_WARMUP_STEPS
 from distrib.training.nan_guard import NanGuard
 from distrib.training.parameter_server.shared_memory import SharedArena
 from distrib.training.strategies.ddp import wrap_model
-from distrib.training.strategies.local_sgd import Round
+from distrib.training.strategies.local_sgd import _Round
 from distrib.training.telemetry.device_timer import DeviceTimer
 from tests.conftest import ROOT, SCRIPTS, TOPO
 from tests.test_training import run_ranks
@@ -132,7 +132,7 @@ def test_rounds_of_one_rank_are_those_of_a_cpu(group, device, outer):
     for place in (device, torch.device("cpu"), None):
         model = network(torch.device("cpu")).to(place)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        round_ = Round(optimizer, Strategy(mode="local", inner_steps=6, outer=outer), 1) if place else None
+        round_ = _Round(optimizer, Strategy(mode="local", inner_steps=6, outer=outer), 1) if place else None
         if round_:
             round_.models = [model]
         for step in range(20):

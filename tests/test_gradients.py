@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from distrib.training.gradients.hierarchical_allreduce import group_between_hosts, group_by_host
+from distrib.training.gradients.hierarchical_allreduce import _group_between_hosts, _group_by_host
 from distrib.training.gradients.host_shared_memory import HostSharedMemory, PeerListener
 from distrib.training.gradients.int8_blocks import BLOCK_ELEMENTS, Int8Blocks
 from tests.conftest import SCRIPTS
@@ -18,9 +18,9 @@ AVERAGES = SCRIPTS / "averages.py"
 
 
 def test_an_inter_host_group_has_one_rank_of_every_host():
-    hosts = group_by_host(["a", "b", "a", "a", "b"])
+    hosts = _group_by_host(["a", "b", "a", "a", "b"])
     assert hosts == [[0, 2, 3], [1, 4]]
-    assert group_between_hosts(hosts) == [[0, 1], [2, 4]]
+    assert _group_between_hosts(hosts) == [[0, 1], [2, 4]]
 
 
 def host_ranks(count: int, shared_bytes: int) -> list[HostSharedMemory]:

@@ -55,7 +55,7 @@ IN_ALL_REDUCE = frames(
 CLOSING = frames(
     ("wait_for_all_ranks", "/home/me/distrib/distrib/training/rendezvous.py", 117),
     ("JobShutdown.close", "/home/me/distrib/distrib/training/shutdown.py", 73),
-    ("ExitWatch._at_exit", "/home/me/distrib/distrib/training/shutdown.py", 234),
+    ("_ExitWatch._at_exit", "/home/me/distrib/distrib/training/shutdown.py", 234),
 )
 
 

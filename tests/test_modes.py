@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.data.load_balancing import SETTINGS, BatchTiming, ShareController, updated_speeds
+from distrib.training.data.load_balancing import SETTINGS, BatchTiming, _ShareController, _updated_speeds
 from distrib.training.data.sampler import proportional, share
 from distrib.training.gradient_accumulation import BatchSamples, GradientAccumulator
 from distrib.training.strategies.base import create_strategy
@@ -284,10 +284,10 @@ def took(seconds: float, varies: float = 0.01, samples: float = 8.0) -> BatchTim
 
 
 def test_shares_change_when_times_differ():
-    assert updated_speeds((took(0.1), took(0.102)), ()) == ()
-    assert updated_speeds((took(0.1), took(0.2)), ()) == (80.0, 40.0)
-    assert updated_speeds((took(0.1, varies=0.5), took(0.2, varies=0.5)), ()) == ()
-    assert updated_speeds((took(0.1), BatchTiming(0.0, 0.0, 0.0, 0.0)), (3.0, 1.0)) == (3.0, 1.0)
+    assert _updated_speeds((took(0.1), took(0.102)), ()) == ()
+    assert _updated_speeds((took(0.1), took(0.2)), ()) == (80.0, 40.0)
+    assert _updated_speeds((took(0.1, varies=0.5), took(0.2, varies=0.5)), ()) == ()
+    assert _updated_speeds((took(0.1), BatchTiming(0.0, 0.0, 0.0, 0.0)), (3.0, 1.0)) == (3.0, 1.0)
     assert proportional(16, (80.0, 40.0)) == [11, 5]
 
 
@@ -297,7 +297,7 @@ def test_shares_follow_the_speed_and_not_the_noise(fixed, each, slow):
     """Two ranks have steps of fixed time plus time per sample, with 10 % noise; their speed is equal or 2:1."""
     quarter = SETTINGS.measured_batches // 4
     for seed in range(60):
-        noise, proportion, speeds = random.Random(seed), ShareController(), (1.0, 1.0)
+        noise, proportion, speeds = random.Random(seed), _ShareController(), (1.0, 1.0)
         for _ in range(50):
             sizes = proportional(32, speeds)
             paces = [fixed + each * size * factor for size, factor in zip(sizes, (1.0, slow), strict=True)]

@@ -47,10 +47,10 @@ from distrib.training import job as job_module
 from distrib.training.checkpoint import checkpoint_format
 from distrib.training.checks import divergence
 from distrib.training.data.epoch import StepClock
-from distrib.training.data.sampler import global_batches, share
-from distrib.training.data.sharded_loader import LoaderContext, every_nth
+from distrib.training.data.sampler import _global_batches, share
+from distrib.training.data.sharded_loader import LoaderContext, _every_nth
 from distrib.training.model_parameters import has_misplaced_state
-from distrib.training.rendezvous import choose_interface, exchange_hosts, own_address
+from distrib.training.rendezvous import _choose_interface, _exchange_hosts, _own_address
 from distrib.training.strategies.ddp import wrap_model
 from distrib.training.sync_batchnorm import convert_batchnorm
 from distrib.training.to_device import move_to_device
@@ -204,7 +204,7 @@ def test_a_sampler_may_promise_more_than_anybody_reads():
 
 
 def test_a_small_last_batch_is_levelled_with_the_one_before():
-    edges = global_batches(32 + 4, ranks=4, batch_size=8, drop_last=False, wrap=True)
+    edges = _global_batches(32 + 4, ranks=4, batch_size=8, drop_last=False, wrap=True)
     assert [stop - start for start, stop in pairwise(edges)] == [18, 18]
 
 
@@ -464,9 +464,9 @@ def test_an_evaluation_leaves_the_weight_of_the_batch_in_hand():
 
 
 def test_rounds_of_a_stream():
-    whole = [list(every_nth(iter("abcde"), rank, 2, whole_rounds=lambda: True)) for rank in range(2)]
+    whole = [list(_every_nth(iter("abcde"), rank, 2, whole_rounds=lambda: True)) for rank in range(2)]
     assert whole == [["a", "c"], ["b", "d"]]
-    assert list(every_nth(iter("abcde"), 0, 2, whole_rounds=lambda: False)) == ["a", "c", "e"]
+    assert list(_every_nth(iter("abcde"), 0, 2, whole_rounds=lambda: False)) == ["a", "c", "e"]
 
 
 def test_of_a_stream_no_batches_of_others_are_kept():
@@ -482,7 +482,7 @@ def test_of_a_stream_no_batches_of_others_are_kept():
             yield batch
             del batch
 
-    assert sum(1 for _ in every_nth(stream(), 0, 8, whole_rounds=lambda: True)) == 3
+    assert sum(1 for _ in _every_nth(stream(), 0, 8, whole_rounds=lambda: True)) == 3
 
 
 def test_the_loader_keeps_its_options():
@@ -595,7 +595,7 @@ def test_ranks_of_which_some_see_no_gpu_do_not_wait_for_each_other():
     store, hosts = torch.distributed.HashStore(), []
     with ThreadPoolExecutor(2) as ranks:
         for backends in (["gloo", "gloo"], ["gloo", "cpu:gloo,cuda:nccl"]):
-            calls = [ranks.submit(exchange_hosts, store, rank, 2, backend) for rank, backend in enumerate(backends)]
+            calls = [ranks.submit(_exchange_hosts, store, rank, 2, backend) for rank, backend in enumerate(backends)]
             hosts += [call.exception() or len({*call.result()}) for call in calls]
             store = torch.distributed.HashStore()
     assert hosts[:2] == [1, 1]
@@ -616,19 +616,19 @@ def test_devices(monkeypatch):
 
 
 def test_addresses(monkeypatch):
-    assert own_address(True) == "127.0.0.1"
+    assert _own_address(True) == "127.0.0.1"
     monkeypatch.setenv("DISTRIB_ADDRESS", "198.18.0.1")
-    assert own_address(True) == "198.18.0.1"
+    assert _own_address(True) == "198.18.0.1"
     monkeypatch.delenv("DISTRIB_ADDRESS")
     addresses = [("lo", "127.0.0.1"), ("lo", "::1"), ("eth0", "fe80::1"), ("eth0", "2001:db8::1")]
     monkeypatch.setattr(netif, "interface_addresses", lambda: addresses)
     monkeypatch.setattr(netif, "is_up", lambda name: True)
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert own_address(False) == "2001:db8::1"
+    assert _own_address(False) == "2001:db8::1"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # restores the variable after the test
-    choose_interface(False, "localhost")  # a host name that other hosts cannot reach
+    _choose_interface(False, "localhost")  # a host name that other hosts cannot reach
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0" and "NCCL_SOCKET_IFNAME" not in os.environ
 
 

@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import io
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from distrib.errors import DistribError, TrainingError
+from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.world import World
 
 T = TypeVar("T")
@@ -102,7 +103,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
     Args:
         tensors: Tensors of any types and devices, of the same shapes on every rank.
     """
-    for part in group_by_device([_real(tensor.detach()) for tensor in tensors]):
+    for part in _group_by_device([_real(tensor.detach()) for tensor in tensors]):
         with torch.no_grad():
             if known := [tensor for tensor in part if tensor.is_cuda and tensor.dtype in _NCCL_TYPES]:
                 # With the fewest kernels, as DDP does.
@@ -146,15 +147,8 @@ def unflatten_tensors(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> No
             real.copy_(piece.view(real.shape))
 
 
-def group_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors by their device.
-
-    Args:
-        tensors: The tensors; empty ones are left out.
-
-    Returns:
-        One list per device.
-    """
+def _group_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors by their device, without empty ones."""
     groups: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -218,35 +212,10 @@ def _key(topic: str, rank: int) -> str:
 # Numbers and objects
 
 
-class ElasticCollectives(Protocol):
-    """Collectives over the present workers of an elastic job, through the parameter servers."""
-
-    def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """Reduce a tensor over the present workers.
-
-        Args:
-            tensor: A tensor of the same shape and type on every rank.
-            op: `mean`, `sum`, `max` or `min`.
-
-        Returns:
-            A new tensor.
-        """
-
-    def from_main(self, work: Callable[[], T]) -> T:
-        """Call a function on the main worker and broadcast its result.
-
-        Args:
-            work: A function whose result can be pickled.
-
-        Returns:
-            The result, on every worker.
-        """
-
-
 class JobCollectives:
     """Collectives of all ranks: through torch.distributed, or in mode async through the parameter servers (`elastic`)."""
 
-    def __init__(self, world: World, elastic: ElasticCollectives | None) -> None:
+    def __init__(self, world: World, elastic: ElasticStrategy | None) -> None:
         self._world, self._elastic = world, elastic
 
     def all_reduce(self, value: float | torch.Tensor, op: Operation) -> float | torch.Tensor:
@@ -302,21 +271,10 @@ class JobCollectives:
         Returns:
             The result, on every rank.
         """
-        return self._elastic.from_main(work) if self._elastic else self.from_rank(0, work)
+        return self._elastic.from_main(work) if self._elastic else self._from_rank(0, work)
 
-    def from_rank(self, source: int, work: Callable[[], T]) -> T:
-        """Run a function on one rank and broadcast its result, in modes sync and local. Collective.
-
-        Args:
-            source: The rank that calls `work`.
-            work: As in `from_main`.
-
-        Returns:
-            The result, on every rank.
-
-        Raises:
-            TrainingError: `work` raised OSError or DistribError on another rank.
-        """
+    def _from_rank(self, source: int, work: Callable[[], T]) -> T:
+        """Run a function on one rank and broadcast its result or error. Collective, in modes sync and local."""
         if self._world.size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -337,7 +295,7 @@ class JobCollectives:
 
         Args:
             source: The rank that reads.
-            read: Returns the content, or None if there is none. Its errors are raised as in `from_rank`.
+            read: Returns the content, or None if there is none. Its errors are raised as in `_from_rank`.
 
         Returns:
             The content, or None. Each rank holds it once, rank `source` twice for a moment.
@@ -351,7 +309,7 @@ class JobCollectives:
             mine.append(read())
             return None if mine[0] is None else len(mine[0])
 
-        length = self.from_rank(source, size)
+        length = self._from_rank(source, size)
         if length is None:
             return None
         whole = torch.empty(length, dtype=torch.uint8, device="cpu")

@@ -249,15 +249,7 @@ class _Contribution:
     version: int | None
 
     def was_cleared(self, parameter: torch.Tensor, number: int) -> bool:
-        """Detect that the script has cleared `.grad` before a later pass adds to it. Reads values if the version is not sufficient.
-
-        Args:
-            parameter: The parameter.
-            number: The present backward pass.
-
-        Returns:
-            True if the contribution must be added again.
-        """
+        """Detect that the script has cleared `.grad` before pass `number` adds to it. Reads values if the version is not sufficient."""
         if self.number == number:
             return False
         untouched = self.version is not None and parameter.grad is not None and parameter.grad._version == self.version

@@ -181,7 +181,7 @@ class Profiler:
 
     def _shows(self, batch: Any) -> None:
         if torch.is_grad_enabled():
-            self._shown = max(self._shown, samples_of(batch))
+            self._shown = max(self._shown, _samples_of(batch))
 
     def _fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, and record the wait for each."""
@@ -349,21 +349,14 @@ def _variation(seconds: Sequence[float]) -> float:
     return min(MAX_VALUES["variation"], (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
 
 
-def samples_of(batch: Any) -> int:
-    """Count the samples in a batch.
-
-    Args:
-        batch: Tensors in tuples, lists and mappings.
-
-    Returns:
-        The length of the first tensor; 0 if there is none.
-    """
+def _samples_of(batch: Any) -> int:
+    """Count the samples in a batch: the length of the first tensor in it, 0 without one."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else 0
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())
     if isinstance(batch, (tuple, list)):
-        return next((samples for item in batch if (samples := samples_of(item))), 0)
+        return next((samples for item in batch if (samples := _samples_of(item))), 0)
     return 0
 
 

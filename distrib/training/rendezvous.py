@@ -58,10 +58,10 @@ def join(world: World, device: torch.device, timeout: timedelta) -> World:
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     store, address = _connect_by_variables(world, timeout) if world.comm is None else _connect_by_mpi(world, timeout)
-    hosts = exchange_hosts(store, world.rank, world.size, backend)
+    hosts = _exchange_hosts(store, world.rank, world.size, backend)
     if not world.local_size:
         world = dataclasses.replace(world, local_size=hosts.count(hosts[world.rank]))
-    choose_interface(world.on_one_host, address)
+    _choose_interface(world.on_one_host, address)
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout,
         device_id=device if "nccl" in backend else None,
@@ -70,20 +70,10 @@ def join(world: World, device: torch.device, timeout: timedelta) -> World:
     return world
 
 
-def exchange_hosts(store: Store, rank: int, size: int, backend: str) -> list[str]:
+def _exchange_hosts(store: Store, rank: int, size: int, backend: str) -> list[str]:
     """Exchange host and backend of every rank. Collective.
 
-    Args:
-        store: The store of the rendezvous.
-        rank: This rank.
-        size: Number of ranks.
-        backend: This rank's backend for `init_process_group`.
-
-    Returns:
-        An identity of the host of every rank, by rank.
-
-    Raises:
-        TrainingError: Backends differ; the ranks would wait for each other until the timeout.
+    Returns an identity of each host. Raises if backends differ: the ranks would wait for each other until the timeout.
     """
     keys = [f"distrib/join/{each}" for each in range(size)]
     store.set(keys[rank], f"{backend} {kernel_identity()}")
@@ -146,15 +136,11 @@ def collective_timeout() -> timedelta:
     return timeout
 
 
-def choose_interface(on_one_host: bool, first: str) -> None:
+def _choose_interface(on_one_host: bool, first: str) -> None:
     """Set the network interface of Gloo and NCCL to that of DISTRIB_ADDRESS, unless the user has set one.
 
     Without that address, ranks of one host use the loopback interface. On several hosts Gloo resolves the host name. If it resolves to
-    loopback, as on Debian, Gloo gets the interface of the route to rank 0's host.
-
-    Args:
-        on_one_host: True if all ranks are on this host.
-        first: Address of rank 0's host.
+    loopback, as on Debian, Gloo gets the interface of the route to rank 0's host, whose address is `first`.
     """
     address = os.environ.get(DISTRIB_ADDRESS) or ("127.0.0.1" if on_one_host else "")
     if address:
@@ -190,7 +176,7 @@ def _connect_by_mpi(world: World, timeout: timedelta) -> tuple[Store, str]:
     address, port, problem = "", 0, ""
     if world.rank == 0:
         try:
-            address = own_address(world.on_one_host)
+            address = _own_address(world.on_one_host)
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((address, 0), family=family, backlog=4096)
             port = listener.getsockname()[1]
@@ -212,18 +198,8 @@ def _connect_by_mpi(world: World, timeout: timedelta) -> tuple[Store, str]:
     return store or TCPStore(address, port, world.size, False, timeout=timeout, wait_for_workers=False), address
 
 
-def own_address(on_one_host: bool) -> str:
-    """Return the address by which other ranks reach this host.
-
-    Args:
-        on_one_host: True if all ranks run on this host.
-
-    Returns:
-        DISTRIB_ADDRESS if it is set; 127.0.0.1 on one host; else an address that is not loopback.
-
-    Raises:
-        TrainingError: The host has only loopback addresses.
-    """
+def _own_address(on_one_host: bool) -> str:
+    """Return DISTRIB_ADDRESS, or the address by which other ranks reach this host; raise TrainingError if it has only loopback ones."""
     if address := os.environ.get(DISTRIB_ADDRESS):
         return address
     if on_one_host:

@@ -73,7 +73,7 @@ class JobShutdown:
         self._is_waiting = False
         """True while an error means that another rank has failed, because this rank has finished its own work."""
         has_others = self._world.size > 1 or self._world.comm is not None
-        self._exit_watch = ExitWatch(self._on_exit) if has_others else None
+        self._exit_watch = _ExitWatch(self._on_exit) if has_others else None
 
     def close(self) -> None:
         """Wait for the other ranks and disconnect. Collective."""
@@ -192,18 +192,14 @@ class JobShutdown:
             log.info(f"rank {self._world.rank} could not wait for the other ranks: {error}", extra=PLAIN)
 
 
-class ExitWatch:
+class _ExitWatch:
     """Call of a function when the interpreter exits, for scripts that do not close their job.
 
     It detects an uncaught exception and `sys.exit` with a failure. An `atexit` function alone does not get the exit code.
     """
 
     def __init__(self, on_exit: Callable[[bool], None]) -> None:
-        """Install the hooks.
-
-        Args:
-            on_exit: Called with True after a failure.
-        """
+        """Install the hooks. `on_exit` is called with True after a failure."""
         self._leave = on_exit
         self._failed = self._abandoned = False
         self._process = os.getpid()
@@ -213,11 +209,7 @@ class ExitWatch:
         atexit.register(self._at_exit)
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop watching.
-
-        Args:
-            failed: True to end the process if Python takes more than `failed_exit_seconds` to exit, counted from its exit.
-        """
+        """Stop watching. If `failed`, the process ends `failed_exit_seconds` after Python begins to exit."""
         self._abandoned = failed
         if not failed:
             atexit.unregister(self._at_exit)

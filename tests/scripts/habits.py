@@ -461,7 +461,7 @@ class Counted(Dataset[torch.Tensor]):
 
 def other_workers(job: distrib.Job) -> None:
     """Distribute batches identically with --balance, though loaders prefetch different numbers of batches."""
-    load_balancing.ShareController.update = lambda self, timings: (3.0, 1.0)  # type: ignore[method-assign]  # whatever this machine does meanwhile
+    load_balancing._ShareController.update = lambda self, timings: (3.0, 1.0)  # type: ignore[method-assign]  # whatever this machine does meanwhile
     loader = DataLoader(Counted(), batch_size=8, num_workers=job.rank)
     model = nn.Linear(4, 1)
     model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)

@@ -47,7 +47,7 @@ class DivergenceTolerance:
 TOLERANCE = DivergenceTolerance()
 
 
-class Checksum(NamedTuple):
+class _Checksum(NamedTuple):
     """Sum and norm of a parameter; -1 as the norm if torch cannot add it up."""
 
     name: str
@@ -57,15 +57,7 @@ class Checksum(NamedTuple):
     norm: float
 
     def differs(self, other: Sequence[float], fraction: float = 1.0) -> bool:
-        """Compare with the sum and norm of another rank.
-
-        Args:
-            other: Sum and norm.
-            fraction: The part of the tolerance that is allowed. The tolerance is relative to the norm.
-
-        Returns:
-            True if the values differ by more, or only one of them is finite.
-        """
+        """Compare with the sum and norm of another rank; `fraction` is the part of the tolerance that is allowed."""
         if -1.0 in (self.norm, other[1]):
             return False
         if not all(map(math.isfinite, (self.sum, *other))):
@@ -74,7 +66,7 @@ class Checksum(NamedTuple):
         return abs(self.sum - other[0]) > scale or abs(self.norm - other[1]) > scale
 
 
-def compute_checksums(models: Sequence[nn.Module]) -> list[Checksum]:
+def compute_checksums(models: Sequence[nn.Module]) -> list[_Checksum]:
     """Compute the checksum of every parameter that must be identical on all ranks.
 
     Args:
@@ -86,15 +78,8 @@ def compute_checksums(models: Sequence[nn.Module]) -> list[Checksum]:
     return [_checksum(name, values) for model in models for name, values in _replicated_parameters(model)]
 
 
-def check_initial_values(models: Sequence[nn.Module]) -> None:
-    """Verify before the first step that parameters are those of rank 0. Collective.
-
-    Args:
-        models: Prepared models whose replicas are identical after every step.
-
-    Raises:
-        TrainingError: On every rank, if a parameter differs on one.
-    """
+def _check_initial_values(models: Sequence[nn.Module]) -> None:
+    """Verify before the first step that parameters are those of rank 0. Collective. Raises on every rank."""
     own = compute_checksums(models)
     every = gather_objects([(one.sum, one.norm) for one in own]) if own else []
     for rank, other in enumerate(every):
@@ -122,14 +107,14 @@ class DivergenceCheck(StepObserver):
         """
         self._state, self._world, self._every = state, state.strategy.world, every_steps
         self._steps = 0
-        self._pending: dict[int, list[Checksum]] = {}
+        self._pending: dict[int, list[_Checksum]] = {}
         """On rank 0: its checksums that were not compared yet, by number of steps."""
         self._has_begun = self._reported = False
 
     def before_step(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            check_initial_values(self._state.models)
+            _check_initial_values(self._state.models)
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
         """Publish this rank's checksums every N steps, and compare those that are complete.
@@ -182,7 +167,7 @@ class DivergenceCheck(StepObserver):
                 numbers = [float(number) for number in text.split()]
                 self._compare(own, rank, [*zip(numbers[::2], numbers[1::2], strict=True)], f"after {steps} steps ")
 
-    def _compare(self, own: list[Checksum], rank: int, values: Sequence[Sequence[float]], when: str = "") -> None:
+    def _compare(self, own: list[_Checksum], rank: int, values: Sequence[Sequence[float]], when: str = "") -> None:
         for checksum, other in zip(own, values, strict=False):
             if checksum.differs(other):
                 self._warn(f"{when}{checksum.name} differs on rank {rank} from rank 0")
@@ -193,7 +178,7 @@ class DivergenceCheck(StepObserver):
         self._reported = True
 
 
-def _checksum(name: str, values: torch.Tensor) -> Checksum:
+def _checksum(name: str, values: torch.Tensor) -> _Checksum:
     precision = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
     tolerance = max(TOLERANCE.relative, 10 * precision)
     values = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
@@ -203,7 +188,7 @@ def _checksum(name: str, values: torch.Tensor) -> Checksum:
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         total = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum().item()
         norm = torch.linalg.vector_norm(torch.stack(norms)).item()
-    return Checksum(name, values.numel(), tolerance, total, norm)
+    return _Checksum(name, values.numel(), tolerance, total, norm)
 
 
 def _replicated_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

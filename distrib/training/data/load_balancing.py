@@ -54,7 +54,7 @@ class LoadBalancer:
         """
         self._prefetched = 0
         self._gather, self._parameters = gather, parameters
-        self._controller = ShareController()
+        self._controller = _ShareController()
         self._speeds: tuple[float, ...] = ()
         self._old_speeds: tuple[float, ...] = ()
         self._since = 0
@@ -154,7 +154,7 @@ class BatchTiming(NamedTuple):
     samples: float
 
 
-class ShareController:
+class _ShareController:
     """Decisions of a load balancer: speeds change if ranks differ, and change back if the gain is too small."""
 
     def __init__(self) -> None:
@@ -164,14 +164,7 @@ class ShareController:
         self._pause = 0
 
     def update(self, timings: Sequence[BatchTiming]) -> tuple[float, ...]:
-        """Decide after a measurement.
-
-        Args:
-            timings: Timing of each rank.
-
-        Returns:
-            The speeds from now on; empty while ranks are equally fast.
-        """
+        """Decide after a measurement. Returns the speeds from now on; empty while ranks are equally fast."""
         if min(timings).low <= 0:
             return self._present
         slowest = max(one.low for one in timings)
@@ -180,7 +173,7 @@ class ShareController:
             self._present, self._pause = trial[0], SETTINGS.pause_measurements
         elif self._pause:
             self._pause -= 1
-        elif (decided := updated_speeds(timings, self._present)) != self._present:
+        elif (decided := _updated_speeds(timings, self._present)) != self._present:
             expected = sum(one.samples for one in timings) / sum(one.samples / one.low for one in timings)
             self._trial = self._present, (slowest + expected) / 2
             self._present = decided
@@ -195,17 +188,8 @@ def _quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
     return float(ordered[quarter]), float(median(ordered)), float(ordered[-1 - quarter])
 
 
-def updated_speeds(timings: Sequence[BatchTiming], present: tuple[float, ...]) -> tuple[float, ...]:
-    """Compute the speeds of the ranks.
-
-    Args:
-        timings: Timing of each rank.
-        present: The present speeds.
-
-    Returns:
-        Samples per second of each rank. `present` if a rank measured nothing, or the difference is below
-        `min_difference_fraction` or within the ranks' own variation.
-    """
+def _updated_speeds(timings: Sequence[BatchTiming], present: tuple[float, ...]) -> tuple[float, ...]:
+    """Compute each rank's samples per second. Returns `present` if they differ too little, or a rank measured nothing."""
     fastest, slowest = (pick(timings, key=lambda one: one.seconds) for pick in (min, max))
     is_small = slowest.seconds - fastest.seconds <= SETTINGS.min_difference_fraction * slowest.seconds
     if fastest.seconds <= 0 or is_small or slowest.low <= fastest.high:

@@ -29,16 +29,11 @@ from distrib.errors import TrainingError
 from distrib.training.checksums import sequence_digest
 
 
-class Edges(Sequence[int]):
+class _Edges(Sequence[int]):
     """Sequence of batch boundaries that is computed on access, because a sampler may have billions of samples."""
 
     def __init__(self, regular: range, last: tuple[int, ...] = ()) -> None:
-        """Create the sequence.
-
-        Args:
-            regular: Boundaries at equal distances.
-            last: Boundaries after them.
-        """
+        """Create the sequence: boundaries at equal distances, and others after them."""
         self._regular, self._last = regular, last
 
     def __len__(self) -> int:
@@ -49,21 +44,11 @@ class Edges(Sequence[int]):
         return self._regular[index] if index < len(self._regular) else self._last[index - len(self._regular)]
 
 
-def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool, wrap: bool) -> Edges:
-    """Compute the boundaries of the global batches of an epoch.
+def _global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool, wrap: bool) -> _Edges:
+    """Compute the start of each global batch of an epoch, and the end of the last one.
 
-    Args:
-        samples: Number of samples, or of batches if the script's sampler makes batches.
-        ranks: Number of ranks.
-        batch_size: Samples of one rank in a batch.
-        drop_last: True to drop a short last global batch.
-        wrap: True if the last global batch may continue with the first samples.
-
-    Returns:
-        The start of each global batch, and the end of the last one. With `wrap` the end may exceed `samples`.
-
-    Raises:
-        TrainingError: A rank would have no batch.
+    `samples` are batches if the script's sampler makes batches. With `wrap`, the last global batch may continue with the first samples,
+    so its end may exceed `samples`. Raises TrainingError if a rank would have no batch.
     """
     whole = ranks * batch_size
     if samples < (whole if drop_last else ranks):
@@ -75,15 +60,15 @@ def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool
             + "; a loader for evaluation may be left out of job.prepare, and every rank read all of it",
         )
     if drop_last:
-        return Edges(range(0, samples + 1, whole))
+        return _Edges(range(0, samples + 1, whole))
     begins = range(0, samples, whole)
     rest = samples - begins[-1]
     if rest < min(2 * ranks, whole) and len(begins) > 1:
         if whole + rest >= 2 * ranks:
-            return Edges(begins[:-1], (samples - (whole + rest) // 2, samples))
+            return _Edges(begins[:-1], (samples - (whole + rest) // 2, samples))
         if wrap:
-            return Edges(begins, (begins[-1] + ranks,))
-    return Edges(begins, (samples,))
+            return _Edges(begins, (begins[-1] + ranks,))
+    return _Edges(begins, (samples,))
 
 
 def share(start: int, stop: int, rank: int, ranks: int, speeds: Sequence[float] = ()) -> range:
@@ -210,8 +195,8 @@ class ShardSampler(Sampler[Any]):
                 sizes.append((len(items), stop - start))
                 yield items
 
-    def _edges(self, samples: int) -> Edges:
-        return global_batches(samples, self.ranks, self.batch_size or 1, drop_last=self.drop_last, wrap=self._wrap())
+    def _edges(self, samples: int) -> _Edges:
+        return _global_batches(samples, self.ranks, self.batch_size or 1, drop_last=self.drop_last, wrap=self._wrap())
 
     def _order(self, epoch: int) -> Sequence[Any]:
         if isinstance(self.source, SequentialSampler):

@@ -228,7 +228,7 @@ class ShardedLoader(Iterable[Any]):
         if self.is_stream:
             if trains and ranks > 1 and not context.choose_share and not self._first_batch:
                 batches = self._record_first(batches)
-            batches = every_nth(batches, rank, ranks, whole_rounds=lambda: mode.trains)
+            batches = _every_nth(batches, rank, ranks, whole_rounds=lambda: mode.trains)
         read = self._read(batches, self._shard.sizes if self._shard else deque(), mode, begun)
         return self.measure_waits(read) if self.measure_waits else read
 
@@ -322,18 +322,8 @@ class _PassMode:
     trains: bool
 
 
-def every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: Callable[[], bool]) -> Iterator[Any]:
-    """Yield one batch of each round of `ranks` batches.
-
-    Args:
-        batches: All batches.
-        rank: The place in a round.
-        ranks: Batches of a round.
-        whole_rounds: Returns True to leave out an incomplete last round.
-
-    Yields:
-        This rank's batches.
-    """
+def _every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: Callable[[], bool]) -> Iterator[Any]:
+    """Yield batch `rank` of each round of `ranks` batches. If `whole_rounds()`, an incomplete last round is left out."""
     while True:
         own, read = None, 0
         for batch in islice(batches, ranks):  # not stored: a round may exceed the memory

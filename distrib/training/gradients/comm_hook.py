@@ -30,7 +30,7 @@ BucketBounds = tuple[int, ...]
 """End of each bucket, in bytes from the start of a step's gradients."""
 
 
-class GradientScale:
+class _GradientScale:
     """Scale of a GradScaler, by which error feedback must be multiplied."""
 
     def __init__(self) -> None:
@@ -38,11 +38,7 @@ class GradientScale:
         self._scale = torch.ones((), device="cpu")
 
     def track(self, scaler: torch.amp.GradScaler) -> None:
-        """Record the scaler of this step's gradients.
-
-        Args:
-            scaler: The script's GradScaler.
-        """
+        """Record the scaler of this step's gradients."""
         if scaler is self._scaler or not scaler.is_enabled():
             return
         scale = scaler._get_scale_async()  # without waiting for the GPU
@@ -63,7 +59,7 @@ class GradientHook:
     """Base class of the DDP communication hooks. A copy of the model has no hook, so DDP averages its gradients itself."""
 
     def __init__(self) -> None:
-        self.scale = GradientScale()
+        self.scale = _GradientScale()
 
     @property
     def is_steady(self) -> bool:
@@ -163,21 +159,6 @@ class HierarchicalHook(GradientHook):
     def reset(self) -> None:
         self._must_reset = True  # the thread uses the error feedback
 
-    @property
-    def is_hierarchical(self) -> bool:
-        """True if this rank shares memory with another rank of its host."""
-        return self._all_reduce.local_size > 1
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return self._all_reduce.hosts
-
-    @property
-    def bounds(self) -> BucketBounds:
-        """End of each bucket in bytes; empty while buckets are of equal size."""
-        return self._bounds
-
     def plan(self) -> None:
         """Choose bucket boundaries between steps, once the ready times of gradients are known. Collective."""
         self._begin_compression()
@@ -225,9 +206,6 @@ class HierarchicalHook(GradientHook):
 
         Args:
             bucket: DDP's bucket.
-
-        Returns:
-            A future of the averaged buffer, in shared memory.
         """
         if bucket.index() == 0:
             self._begin_step()
@@ -332,9 +310,6 @@ class GpuCompressionHook(GradientHook):
 
         Args:
             bucket: DDP's bucket.
-
-        Returns:
-            A future of the averaged buffer.
         """
         buffer = bucket.buffer()
 
@@ -389,9 +364,6 @@ class GpuWholeBucketHook(GradientHook):
 
         Args:
             bucket: DDP's bucket.
-
-        Returns:
-            A future of the averaged buffer.
         """
         if bucket.index() == 0 and (factor := self.scale.take_factor()) is not None:
             self._compressor.rescale(factor)

@@ -120,9 +120,6 @@ class NoCompression(Compressor):
             groups: One process group.
             errors: Not used.
             info: Not used.
-
-        Yields:
-            The future of the all-reduce.
         """
         yield dist.all_reduce(bucket, group=groups[0], async_op=True).get_future()
 
@@ -154,9 +151,6 @@ class Half(Compressor):
             groups: Two process groups.
             errors: Not used.
             info: Not used.
-
-        Yields:
-            The futures of the all-to-all and of the all-gather.
         """
         ranks = groups[0].size()
         share = math.ceil(bucket.numel() / ranks)

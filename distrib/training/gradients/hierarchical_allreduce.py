@@ -58,7 +58,7 @@ class CommBucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterHostGroup:
+class _InterHostGroup:
     """Inter-host group `number` of `count`: one rank of each host. The ranks sum a share of each bucket between hosts."""
 
     number: int
@@ -67,16 +67,7 @@ class InterHostGroup:
     groups: list[dist.ProcessGroup]
 
     def share(self, bucket: CommBucket, whole: torch.Tensor, *, undivided: bool) -> torch.Tensor:
-        """Select this group's share of a bucket.
-
-        Args:
-            bucket: The bucket.
-            whole: Its elements.
-            undivided: True if groups take whole buckets in turn.
-
-        Returns:
-            A view of `whole`, perhaps empty.
-        """
+        """View this group's share of the elements `whole` of a bucket. If `undivided`, groups take whole buckets in turn."""
         if undivided:
             return whole if bucket.number % self.count == self.number else whole[:0]
         elements = whole.numel()
@@ -105,7 +96,7 @@ class AllReduceThread:
         memory: HostSharedMemory,
         inputs: list[torch.Tensor],
         result: torch.Tensor,
-        group: InterHostGroup | None,
+        group: _InterHostGroup | None,
         groups: int,
         compressor: Compressor,
     ) -> None:
@@ -278,30 +269,16 @@ class AllReduceThread:
             pending.future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
 
-def group_by_host(names: Sequence[Hashable]) -> list[list[int]]:
-    """Group ranks by host.
-
-    Args:
-        names: The host of each rank.
-
-    Returns:
-        The ranks of each host, in order.
-    """
+def _group_by_host(names: Sequence[Hashable]) -> list[list[int]]:
+    """Return the ranks of each host, given the host of each rank."""
     hosts: dict[Hashable, list[int]] = {}
     for rank, name in enumerate(names):
         hosts.setdefault(name, []).append(rank)
     return list(hosts.values())
 
 
-def group_between_hosts(hosts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Form the inter-host groups, as many as the smallest host has ranks.
-
-    Args:
-        hosts: The ranks of each host.
-
-    Returns:
-        The ranks of each group, one of every host.
-    """
+def _group_between_hosts(hosts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Form as many groups as the smallest host has ranks, each with one rank of every host."""
     return [[host[number] for host in hosts] for number in range(min(map(len, hosts)))]
 
 
@@ -323,9 +300,9 @@ class HierarchicalAllReduce:
         listener = PeerListener()
         own_host = rank if flat else hosts[rank] if hosts else kernel_identity()
         every = gather_objects((own_host, listener.address))
-        members = group_by_host([host for host, _ in every])
+        members = _group_by_host([host for host, _ in every])
         mine = next(host for host in members if rank in host)
-        groups = group_between_hosts(members)
+        groups = _group_between_hosts(members)
         self._size_bytes = size_bytes
         self.hosts, self.local_size = len(members), len(mine)
         index = mine.index(rank)
@@ -349,7 +326,7 @@ class HierarchicalAllReduce:
             made = [dist.new_group(ranks, backend="gloo", timeout=collective_timeout()) for _ in stages]
             if rank in ranks:
                 self.process_groups = made
-                own_group = InterHostGroup(number=number, count=len(groups), hosts=self.hosts, groups=made)
+                own_group = _InterHostGroup(number=number, count=len(groups), hosts=self.hosts, groups=made)
         self.thread = AllReduceThread(self._memory, inputs, result, own_group, len(groups), compressor)
 
     def result(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

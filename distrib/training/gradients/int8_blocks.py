@@ -38,9 +38,6 @@ class Int8Blocks(Compressor):
             groups: Two process groups.
             errors: Compression errors of earlier steps.
             info: Not used.
-
-        Yields:
-            The futures of the all-to-all and of the all-gather.
         """
         ranks, rank = groups[0].size(), groups[0].rank()
         share = self.padded(math.ceil(bucket.numel() / ranks))

@@ -36,15 +36,8 @@ class PowerSgd(Compressor):
         self._state: PowerSGDState | None = None
         self._random: dict[int, torch.Tensor] = {}
 
-    def state_in(self, group: dist.ProcessGroup | None) -> Any:
-        """Return torch's state, created at the first call.
-
-        Args:
-            group: The process group to average over.
-
-        Returns:
-            The `PowerSGDState`.
-        """
+    def _state_in(self, group: dist.ProcessGroup | None) -> Any:
+        """Return torch's state, created at the first call."""
         if self._state is None:
             self._state = PowerSGDState(
                 group,
@@ -59,7 +52,7 @@ class PowerSgd(Compressor):
 
         Args:
             bucket: A `GradBucket`, or an object with the same methods.
-            state: The result of `state_in`.
+            state: The result of `_state_in`.
 
         Returns:
             A future of the bucket's buffer.
@@ -89,7 +82,7 @@ class PowerSgd(Compressor):
         Returns:
             A future of the bucket's buffer.
         """
-        return self.average(bucket, self.state_in(dist.group.WORLD))
+        return self.average(bucket, self._state_in(dist.group.WORLD))
 
     def all_reduce(
         self, bucket: torch.Tensor, groups: list[dist.ProcessGroup], errors: ErrorFeedback, info: BucketInfo | None
@@ -101,12 +94,9 @@ class PowerSgd(Compressor):
             groups: One process group.
             errors: Not used: torch stores the compression errors.
             info: The DDP bucket.
-
-        Yields:
-            The future of the sum.
         """
         assert info is not None
-        state = self.state_in(groups[0])
+        state = self._state_in(groups[0])
         state.iter = info.step  # torch counts last buckets, but inter-host groups take buckets in turn
         bucket.mul_(groups[0].size())  # torch averages, but the caller expects a sum
         yield self.average(_BucketView(bucket, info), state)

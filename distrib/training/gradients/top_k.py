@@ -32,9 +32,6 @@ class TopK(Compressor):
             groups: One process group.
             errors: Elements that were not sent in earlier steps.
             info: Not used.
-
-        Yields:
-            The future of the all-gather.
         """
         ranks, count = groups[0].size(), self._count(bucket.numel())
         wanted = errors(0, bucket.numel())

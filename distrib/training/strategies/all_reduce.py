@@ -74,9 +74,6 @@ class AllReduceStrategy(TrainingStrategy):
             model: The script's module.
             find_unused_parameters: True if a step may leave parameters without a gradient.
             methods: Names of methods that run as forward passes.
-
-        Returns:
-            The model.
         """
         self._models = [*exclude_model(self._models, model), model]
         self._buffers = {one: self._buffers.get(one) or SynchronizedBuffers(one) for one in self._models}
@@ -97,9 +94,6 @@ class AllReduceStrategy(TrainingStrategy):
         Args:
             optimizer: A prepared optimizer.
             update: The optimizer's own step.
-
-        Returns:
-            The result of `update`.
 
         Raises:
             TrainingError: A parameter was unfrozen after `prepare`, or belongs to no prepared model.

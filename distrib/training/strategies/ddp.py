@@ -63,9 +63,6 @@ class DdpStrategy(AllReduceStrategy):
             find_unused_parameters: True if a step may leave parameters without a gradient.
             methods: Names of methods that run as forward passes.
 
-        Returns:
-            The wrapper; the model itself if nothing in it is trainable.
-
         Raises:
             TrainingError: The device or the strategy cannot average the model's gradients.
         """

@@ -201,9 +201,6 @@ class DdpModule(DistributedDataParallel):
             state_dict: A state with or without DistributedDataParallel's prefix.
             *arguments: As for `torch.nn.Module.load_state_dict`.
             **options: As for `torch.nn.Module.load_state_dict`.
-
-        Returns:
-            Missing and unexpected names, as torch returns them.
         """
         return self.module.load_state_dict(self._without_prefix(state_dict, ""), *arguments, **options)
 

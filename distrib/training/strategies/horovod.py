@@ -50,7 +50,7 @@ class HorovodStrategy(AllReduceStrategy):
                 f"Horovod says rank {hvd.rank()} of {hvd.size()}, MPI {world.rank} of {world.size}",
                 hint="it was built with another MPI: scripts/build-horovod builds it again",
             )
-        self._reducers: dict[Optimizer, Reducer] = {}
+        self._reducers: dict[Optimizer, _Reducer] = {}
         self._made = 0  # number of reducers created so far, ended ones included
         self._pairs: dict[Optimizer, list[nn.Module]] = {}
 
@@ -63,9 +63,6 @@ class HorovodStrategy(AllReduceStrategy):
             model: The script's module.
             find_unused_parameters: True if a step may leave parameters without a gradient.
             methods: Names of methods that run as forward passes.
-
-        Returns:
-            The model.
 
         Raises:
             TrainingError: The model has complex parameters.
@@ -88,7 +85,7 @@ class HorovodStrategy(AllReduceStrategy):
             optimizer: The script's optimizer.
         """
         super().prepare_optimizer(optimizer)
-        self._reducers[optimizer] = Reducer(
+        self._reducers[optimizer] = _Reducer(
             self._hvd, trainable_parameters(optimizer), self._made, self.settings.gradients.format
         )
         self._made += 1
@@ -132,9 +129,6 @@ class HorovodStrategy(AllReduceStrategy):
         Args:
             optimizer: A prepared optimizer.
             update: The optimizer's own step.
-
-        Returns:
-            The result of `update`.
         """
         self._reducers[optimizer].finish()
         return super().step(optimizer, update)
@@ -143,12 +137,8 @@ class HorovodStrategy(AllReduceStrategy):
         self._hvd.shutdown()
 
     @contextmanager
-    def without_exchange(self, model: nn.Module) -> Iterator[None]:
-        """Disable the averaging of gradients in the backward passes of a `with` block: `model.no_sync()`.
-
-        Args:
-            model: A prepared model.
-        """
+    def _without_exchange(self, model: nn.Module) -> Iterator[None]:
+        """Disable the averaging of gradients in the backward passes of a `with` block: `model.no_sync()`."""
         reducers = [reducer for reducer in self._of([model]) if reducer.on]
         for reducer in reducers:
             reducer.exchange(False)
@@ -158,12 +148,12 @@ class HorovodStrategy(AllReduceStrategy):
             for reducer in reducers:
                 reducer.exchange(True)
 
-    def _of(self, models: Sequence[nn.Module]) -> list[Reducer]:
+    def _of(self, models: Sequence[nn.Module]) -> list[_Reducer]:
         wanted = {id(model) for model in models}
         return [self._reducers[o] for o, owned in self._pairs.items() if any(id(model) in wanted for model in owned)]
 
 
-class Reducer:
+class _Reducer:
     """Gradient averaging for one optimizer, with a Horovod optimizer that never takes a step.
 
     The script's optimizer is not wrapped. Horovod waits for its all-reduces in `step`. This class waits at the end of backward, as
@@ -171,14 +161,7 @@ class Reducer:
     """
 
     def __init__(self, hvd: Any, parameters: Sequence[torch.Tensor], number: int, format: str) -> None:
-        """Create the Horovod optimizer.
-
-        Args:
-            hvd: The module `horovod.torch`.
-            parameters: Parameters whose gradients are averaged.
-            number: Number of the reducer, equal on all ranks, which makes tensor names unique.
-            format: Gradient format: `fp16`, or `fp32`.
-        """
+        """Create the Horovod optimizer. `number` is the same on all ranks and makes tensor names unique."""
         self.on = True
         self.parameters = parameters
         self._waiting = False
@@ -196,11 +179,7 @@ class Reducer:
             handle.remove()
 
     def exchange(self, on: bool) -> None:
-        """Switch the averaging of gradients for the next backward passes.
-
-        Args:
-            on: False to keep gradients on this rank.
-        """
+        """Switch the averaging of gradients for the next backward passes."""
         self.on = on
         self._hvd.set_backward_passes_per_step(1 if on else 1 << 30)  # Horovod counts passes until it exchanges
 
@@ -226,7 +205,7 @@ class _NoSync:
         self._backend, self._model = backend, model
 
     def __call__(self) -> Any:
-        return self._backend.without_exchange(self._model)
+        return self._backend._without_exchange(self._model)
 
     def __reduce__(self) -> Any:
         return _of_a_copy, ()

@@ -53,9 +53,6 @@ class LocalSgdStrategy(TrainingStrategy):
             model: The script's module.
             find_unused_parameters: True if a step may leave parameters without a gradient.
             methods: Names of methods that run as forward passes.
-
-        Returns:
-            The model.
         """
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         if all(one is not model for one in self._models):  # a model that is prepared again keeps this rank's parameters
@@ -68,7 +65,7 @@ class LocalSgdStrategy(TrainingStrategy):
         super().__init__(*arguments)
         self._models: list[nn.Module] = []
         self._buffers: dict[nn.Module, SynchronizedBuffers] = {}
-        self._rounds: dict[Optimizer, Round] = {}
+        self._rounds: dict[Optimizer, _Round] = {}
         self._clock = DeviceTimer(self.device)
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited = 0.0
@@ -107,7 +104,7 @@ class LocalSgdStrategy(TrainingStrategy):
                 "is each rank's own",
                 hint="use --mode sync",
             )
-        self._rounds[optimizer] = Round(optimizer, self.settings, self.world.size)
+        self._rounds[optimizer] = _Round(optimizer, self.settings, self.world.size)
         has_momentum = any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
         inner_steps, outer = self.settings.inner_steps or INNER_STEPS, self.settings.outer
         if has_momentum and outer.momentum and inner_steps < 8 and not self._has_warned and not self.world.rank:
@@ -149,9 +146,6 @@ class LocalSgdStrategy(TrainingStrategy):
         Args:
             optimizer: A prepared optimizer.
             update: The optimizer's own step.
-
-        Returns:
-            The result of `update`.
 
         Raises:
             TrainingError: The optimizer has a parameter that belongs to no prepared model.
@@ -236,17 +230,11 @@ class LocalSgdStrategy(TrainingStrategy):
         _average([others[name] for name in apart], self.world.size)
 
 
-class Round:
+class _Round:
     """Steps of one optimizer between two synchronizations of its parameters."""
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, ranks: int) -> None:
-        """Create the rounds of an optimizer.
-
-        Args:
-            optimizer: A prepared optimizer.
-            strategy: The strategy chosen at launch.
-            ranks: Number of ranks.
-        """
+        """Create the rounds of an optimizer."""
         self.models: list[nn.Module] = []
         self._buffers: list[SynchronizedBuffers] = []
         self._optimizer, self._ranks = optimizer, ranks
@@ -255,7 +243,7 @@ class Round:
         self._dtype = create_compressor(strategy.gradients).value_dtype
         self._taken = 0
         self._settled = 0
-        self._fragments: list[Fragment] = []
+        self._fragments: list[_Fragment] = []
         self._trained: list[torch.Tensor] = []
 
     @property
@@ -319,14 +307,7 @@ class Round:
         return {"momentum": [momenta.get(parameter) for parameter in self._trained] if momenta else []}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the outer momenta of a checkpoint, and begin a new round.
-
-        Args:
-            state: The result of `state`; empty to reset the momenta.
-
-        Raises:
-            TrainingError: The momenta are of other parameters.
-        """
+        """Restore the outer momenta of a checkpoint (empty: reset them), and begin a new round."""
         trained, momenta = trainable_parameters(self._optimizer), state.get("momentum", [])
         sizes = [_size(parameter) for parameter in trained]
         saved = [size if momentum is None else momentum.numel() for size, momentum in zip(sizes, momenta, strict=False)]
@@ -360,7 +341,7 @@ class Round:
         for parameter in self._trained:
             parts[min(gone * len(parts) // max(whole, 1), len(parts) - 1)].append(parameter)
             gone += parameter.numel()
-        self._fragments = [Fragment(part, self._outer, self._ranks, self._dtype) for part in parts if part]
+        self._fragments = [_Fragment(part, self._outer, self._ranks, self._dtype) for part in parts if part]
         for fragment in self._fragments:
             if any(parameter in momenta for parameter in fragment.parameters):
                 still = [momenta.get(p, p.new_zeros(_size(p), dtype=torch.float32)) for p in fragment.parameters]
@@ -371,29 +352,17 @@ class Round:
         return number * self._steps // max(len(self._fragments), 1)
 
     def pair(self, models: Sequence[nn.Module], buffers: Sequence[SynchronizedBuffers]) -> None:
-        """Record the models that the optimizer trains; called again after each change.
-
-        Args:
-            models: The models.
-            buffers: The buffers of each model.
-        """
+        """Record the models that the optimizer trains, and the buffers of each; called again after each change."""
         self.models, self._buffers = list(models), list(buffers)
 
 
-class Fragment:
+class _Fragment:
     """Parameters that are exchanged together, and their outer optimizer state."""
 
     def __init__(
         self, parameters: list[torch.Tensor], outer: OuterOptimizer, ranks: int, dtype: torch.dtype | None
     ) -> None:
-        """Create a fragment.
-
-        Args:
-            parameters: The parameters.
-            outer: Settings of the outer optimizer.
-            ranks: Number of ranks.
-            dtype: Type in which pseudo-gradients are sent; None for that of the parameters.
-        """
+        """Create a fragment. Pseudo-gradients are sent in `dtype`, None for that of the parameters."""
         self.parameters = parameters
         self.due: int | None = None
         """Step after which the exchange in flight is awaited; None if there is none."""
@@ -414,11 +383,7 @@ class Fragment:
             self._common = flatten_tensors(self.parameters)
 
     def send(self, due: int) -> None:
-        """Start the all-reduce of the pseudo-gradients. Collective.
-
-        Args:
-            due: Step after which the result is awaited.
-        """
+        """Start the all-reduce of the pseudo-gradients, which is awaited after step `due`. Collective."""
         assert self._common is not None
         self._way = flatten_tensors(self.parameters).neg_().add_(self._common)
         if self._dtype is not None:
@@ -427,11 +392,7 @@ class Fragment:
         self.due = due
 
     def finish(self, *, own_share: float) -> None:
-        """Wait for the mean pseudo-gradient, and take the outer step. Collective.
-
-        Args:
-            own_share: Weight of this rank's present parameters in the result, 0 to 1.
-        """
+        """Wait for the mean pseudo-gradient, and take the outer step. `own_share` is the weight of this rank's parameters. Collective."""
         assert self._common is not None and self._way is not None
         self._work.wait()
         common = self._outer_step(self._way.to(self._common.dtype).div_(self._ranks))
