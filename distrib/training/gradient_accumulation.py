@@ -53,12 +53,11 @@ class GradientAccumulator:
         self._batches_done = 0
         self._samples_done = 0.0  # samples of the group so far, in units of `_unit`
         self._unit = 1.0
-        self._batch_gradients: dict[
-            torch.Tensor, tuple[torch.Tensor, int]
-        ] = {}  # .grad after backward, and its version
+        self._batch_gradients: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # .grad after backward, its version
         self._accumulated: dict[torch.Tensor, torch.Tensor] = {}
         self._counted: set[torch.Tensor] = set()  # parameters whose .grad is already accumulated
-        self._contributions: dict[torch.Tensor, _Contribution] = {}
+        self._contributions: dict[torch.Tensor, tuple[int, int | None]] = {}
+        """The pass in which accumulated gradients were added to `.grad`, and its version then; None once more was added."""
         self._merged_models: set[int] = set()
         """Numbers of the models whose accumulated gradients were added to `.grad` in this group."""
         self.models: Mapping[torch.Tensor, int] = {}
@@ -85,7 +84,7 @@ class GradientAccumulator:
     @property
     def share(self) -> float:
         """This rank's fraction of the samples of all ranks in the present batch."""
-        return self._own / self._all
+        return self._samples.own / self._all
 
     def next_batch(self) -> None:
         """Finish the present batch."""
@@ -109,7 +108,7 @@ class GradientAccumulator:
         Raises:
             TrainingError: A parameter is in two optimizers, and one of them accumulates.
         """
-        wanted = not self._ended and (self.batches > 1 or self._own * self._ranks != self._all)
+        wanted = not self._ended and (self.batches > 1 or self._samples.own * self._ranks != self._all)
         parameters = set(optimizer_parameters(self._optimizer)) if wanted else set()
         accumulates = self.batches > 1
         taken = self._samples.weighted_by
@@ -136,10 +135,6 @@ class GradientAccumulator:
                 self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
 
     @property
-    def _own(self) -> float:
-        return self._samples.own
-
-    @property
     def _all(self) -> float:
         return self._samples.all if self._ranks > 1 else self._samples.own
 
@@ -152,9 +147,9 @@ class GradientAccumulator:
             if not self.is_last or gradient is None:  # None: an output that the loss does not use
                 return None
             self._merge(self.models.get(parameter, -1))
-            weight = self._own * self._ranks / self._current_unit
+            weight = self._samples.own * self._ranks / self._current_unit
             kept = self._accumulated.get(parameter)
-            if kept is None or not self._contributions[parameter].was_cleared(parameter, self._pass):
+            if kept is None or not self._was_cleared(parameter):
                 return gradient * (weight * self._share)
             return torch.add(kept, gradient, alpha=weight).mul_(self._share)
 
@@ -192,16 +187,20 @@ class GradientAccumulator:
                 parameter.grad = kept * self._share
             else:
                 parameter.grad.add_(kept, alpha=self._share)
-            self._contributions[parameter] = _Contribution(self._pass, parameter.grad._version)
+            self._contributions[parameter] = self._pass, parameter.grad._version
 
     def _clear(self, parameter: torch.Tensor) -> None:
         """Clear a gradient that was counted and that the script has not cleared."""
         self._counted.discard(parameter)
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                parameter.grad = None
-            else:
-                parameter.grad.zero_()
+        clear_gradient(parameter)
+
+    def _was_cleared(self, parameter: torch.Tensor) -> bool:
+        """Detect that the script has cleared `.grad` since an earlier pass of this batch. Reads values only if it has changed."""
+        number, version = self._contributions[parameter]
+        if number == self._pass:
+            return False
+        self._contributions[parameter] = self._pass, None
+        return (parameter.grad is None or parameter.grad._version != version) and _is_cleared(parameter)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if not self.is_last and parameter.grad is not None:
@@ -210,7 +209,7 @@ class GradientAccumulator:
 
     def _accumulate_batch(self) -> None:
         """Add the present batch's gradients to the accumulated ones, unless the script has cleared them."""
-        weight = self._own * self._ranks / self._unit
+        weight = self._samples.own * self._ranks / self._unit
         first: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         more: list[torch.Tensor] = []
@@ -241,22 +240,6 @@ class GradientAccumulator:
             self.passes += 1
 
 
-@dataclass
-class _Contribution:
-    """The backward pass in which accumulated gradients were added to `.grad`, and its version then; None once more was added."""
-
-    number: int
-    version: int | None
-
-    def was_cleared(self, parameter: torch.Tensor, number: int) -> bool:
-        """Detect that the script has cleared `.grad` before pass `number` adds to it. Reads values if the version is not sufficient."""
-        if self.number == number:
-            return False
-        untouched = self.version is not None and parameter.grad is not None and parameter.grad._version == self.version
-        self.number, self.version = number, None
-        return not untouched and _is_cleared(parameter)
-
-
 class _InFlight:
     """A hook on the gradient accumulator of a parameter.
 
@@ -279,6 +262,18 @@ class _InFlight:
 
     def remove(self) -> None:
         self._handle.remove()
+
+
+def clear_gradient(parameter: torch.Tensor) -> None:
+    """Set a gradient to zero in place, or a sparse one to None.
+
+    Args:
+        parameter: A parameter, with or without a gradient.
+    """
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.detach().zero_()
 
 
 def _can_have_gradient(parameter: torch.Tensor) -> bool:

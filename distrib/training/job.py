@@ -21,7 +21,7 @@ from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.job_parts import JobParts
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.nan_guard import OnNan
-from distrib.training.prepare import PrepareKeywords, PrepareOptions
+from distrib.training.prepare import PrepareOptions
 from distrib.training.rendezvous import join
 from distrib.training.strategies.base import TrainingStrategy, create_strategy
 from distrib.training.world import find_device, find_world, planned_world, refuse_worker_process
@@ -140,9 +140,9 @@ class Job:
     @overload
     def prepare(self, thing: DataLoader[Any], /) -> ShardedLoader: ...
     @overload
-    def prepare(self, thing: T, /, **options: Unpack[PrepareKeywords]) -> T: ...
+    def prepare(self, thing: T, /, **options: Unpack[PrepareOptions]) -> T: ...
     @overload
-    def prepare(self, *things: Any, **options: Unpack[PrepareKeywords]) -> tuple[Any, ...]: ...
+    def prepare(self, *things: Any, **options: Unpack[PrepareOptions]) -> tuple[Any, ...]: ...
     def prepare(
         self,
         *things: Any,

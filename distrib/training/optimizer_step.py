@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.training.checks.step_counts import StepCountCheck
 from distrib.training.collectives import IS_AVERAGED
-from distrib.training.gradient_accumulation import BatchSamples, GradientAccumulator
+from distrib.training.gradient_accumulation import BatchSamples, GradientAccumulator, clear_gradient
 from distrib.training.model_parameters import optimizer_parameters, unwrap_model
 from distrib.training.nan_guard import NanGuard, OnNan
 from distrib.training.step_observer import StepObserver
@@ -372,10 +372,7 @@ def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 def _clear_gradients(optimizer: Optimizer) -> None:
     """Clear NaN gradients after a skipped step: a script may clear them only after real steps."""
     for parameter in optimizer_parameters(optimizer):
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.detach().zero_()
+        clear_gradient(parameter)
 
 
 def _replace_step(optimizer: Optimizer, take: Callable[..., Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -41,25 +40,14 @@ from distrib.training.telemetry.step_timer import Meter
 from distrib.training.training_state import TrainingState
 
 
-class PrepareKeywords(TypedDict, total=False):
-    """The options of `Job.prepare`, for type checkers."""
-
-    find_unused_parameters: bool
-    methods: Sequence[str]
-    sync_batchnorm: bool
-    accumulate: int | None
-    on_nan: OnNan
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
+class PrepareOptions(TypedDict, total=False):
     """The options of one call of `Job.prepare`."""
 
     find_unused_parameters: bool
     methods: Sequence[str]
     sync_batchnorm: bool
-    on_nan: OnNan
     accumulate: int | None
+    on_nan: OnNan
 
 
 class Preparer:
@@ -120,7 +108,7 @@ class Preparer:
             _check_model(model)
         self._check_options(options)
         if self._world.size > 1 and not self._elastic:
-            check_identical(things, **vars(options))
+            check_identical(things, **options)
         known = {id(stepper.optimizer) for stepper in self._state.steppers}
         prepared = [self._prepare(thing, options) for thing in things]
         if self._world.size > 1:
@@ -130,8 +118,8 @@ class Preparer:
             self._profiles.watch(thing)
             if self._meter:
                 self._meter.watch(thing)
-        if options.accumulate is not None:
-            self._state.set_accumulation(options.accumulate)
+        if (batches := options["accumulate"]) is not None:
+            self._state.set_accumulation(batches)
         self._pair()
         return prepared
 
@@ -201,10 +189,10 @@ class Preparer:
         return model
 
     def _prepare_model(self, model: nn.Module, options: PrepareOptions) -> nn.Module:
-        if options.sync_batchnorm and self._strategy.device.type != "cpu":
+        if options["sync_batchnorm"] and self._strategy.device.type != "cpu":
             model = convert_batchnorm(model)
         prepared = self._strategy.prepare_model(
-            model, find_unused_parameters=options.find_unused_parameters, methods=options.methods
+            model, find_unused_parameters=options["find_unused_parameters"], methods=options["methods"]
         )
         for stepper in self._state.steppers:  # prepared before the model moved to the device
             if not stepper.is_retired and has_misplaced_state(stepper.optimizer):
@@ -225,7 +213,7 @@ class Preparer:
         for stepper in state.steppers:
             self._retire_if_shared(stepper, optimizer)
         self._strategy.prepare_optimizer(optimizer)
-        stepper = OptimizerStepper(optimizer, self._strategy, state.batch, state.observers, on_nan=options.on_nan)
+        stepper = OptimizerStepper(optimizer, self._strategy, state.batch, state.observers, on_nan=options["on_nan"])
         state.steppers.append(stepper)
         stepper.accumulate(state.accumulate)
         return optimizer
@@ -256,17 +244,17 @@ class Preparer:
         self._status.prepared()
 
     def _check_options(self, options: PrepareOptions) -> None:
-        if options.sync_batchnorm and self._strategy.settings.balance:
+        if options["sync_batchnorm"] and self._strategy.settings.balance:
             raise TrainingError(
                 "sync_batchnorm with --balance: ranks wait for each other inside a step, so their speeds cannot be measured",
                 hint="leave out one of them",
             )
-        if options.sync_batchnorm and self._elastic:
+        if options["sync_batchnorm"] and self._elastic:
             raise TrainingError(
                 "sync_batchnorm in mode async: ranks would have to wait for each other inside a step",
                 hint="leave it out, or use --mode sync",
             )
-        if options.sync_batchnorm and self._strategy.device.type == "cpu" and self._world.size > 1:
+        if options["sync_batchnorm"] and self._strategy.device.type == "cpu" and self._world.size > 1:
             raise TrainingError(
                 "sync_batchnorm on CPUs, which torch's SyncBatchNorm does not support",
                 hint="leave it out and use larger batches, or normalize by nn.GroupNorm",

@@ -19,6 +19,8 @@ class LoaderPass:
         self.number, self.outstanding_steps = number, outstanding_steps
         self.begin_steps = self.end_steps = begin_steps
         self.batches = 0
+        self.trains = False
+        """True if a model is in training mode, or if steps are taken, as with frozen batch normalization."""
         self.is_open = False
         """True between its first batch and its end."""
 

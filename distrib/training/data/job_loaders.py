@@ -81,7 +81,7 @@ class JobLoaders(StepObserver):
             lambda: ((generator.initial_seed() if generator else torch.initial_seed()) + number, own)
         )
         if own != of_main:
-            _warn(f"rank {self._context.rank} chose other samples than the main rank in a Subset: {SEED_HINT}")
+            log.warning(f"rank {self._context.rank} chose other samples than the main rank in a Subset: {SEED_HINT}")
         balancer = None
         if self._state.strategy.settings.balance and self._context.ranks > 1:
             balancer = LoadBalancer(
@@ -107,7 +107,7 @@ class JobLoaders(StepObserver):
                 and any(find_differing([loader.first_read for loader in self._compared]))
                 and not self._context.rank
             ):
-                _warn(
+                log.warning(
                     "a sampler or an IterableDataset given to job.prepare does not begin with the same samples on every "
                     f"rank, and each rank keeps one of {self._context.ranks} batches: samples are read twice or never. Seed it alike on "
                     "every rank; if it shards by rank itself, leave its loader out of job.prepare"
@@ -156,7 +156,3 @@ class JobLoaders(StepObserver):
                 "twice or never",
                 hint="begin each training pass on every rank, or call loader.set_epoch(epoch) on every rank before it",
             )
-
-
-def _warn(text: str) -> None:
-    log.warning(f"{text}")

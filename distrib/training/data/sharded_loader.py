@@ -23,16 +23,15 @@ from distrib.training.data.sampler import ShardSampler
 from distrib.training.to_device import move_to_device
 
 _COPIED_OPTIONS = (
-    *(
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "prefetch_factor",
-    ),
-    *("persistent_workers", "pin_memory_device"),
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
 )
 
 
@@ -54,10 +53,6 @@ class LoaderContext:
     """Called at the end of an epoch in which a model trained. Collective."""
     choose_share: Callable[[int, bool], tuple[int, int]] | None = None
     """Elastic jobs: maps an epoch, and True while training, to this rank's share and the number of shares."""
-
-
-def _no_speeds(step: int) -> tuple[float, ...]:
-    return ()
 
 
 def _is_sharding(sampler: Any) -> bool:
@@ -156,7 +151,7 @@ class ShardedLoader(Iterable[Any]):
             drop_last=loader.drop_last,
             seed=seed,
             wrap=self._must_be_even,
-            speeds=self._balancer.speeds if self._balancer else _no_speeds,
+            speeds=self._balancer.speeds if self._balancer else lambda step: (),
             on_read=self._record_epoch,
         )
         if self._balancer:
@@ -224,12 +219,12 @@ class ShardedLoader(Iterable[Any]):
             self._balancer.begin_epoch()
         with torch.device("cpu") if self._shard else contextlib.nullcontext():  # the device of its generator
             batches: Iterator[Any] = iter(self._loader)
-        mode = _PassMode(trains)
+        begun.trains = trains
         if self.is_stream:
             if trains and ranks > 1 and not context.choose_share and not self._first_batch:
                 batches = self._record_first(batches)
-            batches = _every_nth(batches, rank, ranks, whole_rounds=lambda: mode.trains)
-        read = self._read(batches, self._shard.sizes if self._shard else deque(), mode, begun)
+            batches = _every_nth(batches, rank, ranks, whole_rounds=lambda: begun.trains)
+        read = self._read(batches, self._shard.sizes if self._shard else deque(), begun)
         return self.measure_waits(read) if self.measure_waits else read
 
     def _record_first(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -238,15 +233,13 @@ class ShardedLoader(Iterable[Any]):
             return chain((batch,), batches)  # stores none of them
         return batches
 
-    def _read(
-        self, batches: Iterator[Any], sizes: deque[tuple[int, int]] | None, mode: _PassMode, begun: LoaderPass
-    ) -> Iterator[Any]:
+    def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]] | None, begun: LoaderPass) -> Iterator[Any]:
         context = self._context
         before: tuple[int, int] | None = None
         is_complete = False
         try:
             for step in count():
-                balancer = self._balancer if mode.trains and self._shard else None
+                balancer = self._balancer if begun.trains and self._shard else None
                 if balancer:
                     balancer.begin_batch()
                 try:
@@ -259,25 +252,25 @@ class ShardedLoader(Iterable[Any]):
                 if sizes is None and self._shard:  # a loader whose own iteration begins with its first batch
                     sizes = self._shard.sizes
                 own, every = sizes.popleft() if sizes else (1, context.ranks)
-                if mode.trains or torch.is_grad_enabled():
+                if begun.trains or torch.is_grad_enabled():
                     latest = context.set_batch_samples(own, every)
                     before = before or latest
                 self._epochs.on_batch(begun)
                 yield batch
                 has_step = self._epochs.has_step(begun)
-                if not mode.trains and (
+                if not begun.trains and (
                     context.is_training() or (has_step and context.clock.count_steps() is not None)
                 ):
-                    mode.trains = True
+                    begun.trains = True
                     self._check_even()
                 if balancer:
                     balancer.end_batch(step, own, has_step=has_step)
         finally:
             # An evaluation may come between a batch of another loader and its gradients.
-            if before and not mode.trains:
+            if before and not begun.trains:
                 context.set_batch_samples(*before)
             self._epochs.end(begun)
-        if mode.trains:
+        if begun.trains:
             context.set_batch_samples(1, context.ranks)
             if is_complete and self._epochs.has_step(begun):
                 context.on_epoch_end(begun)
@@ -313,13 +306,6 @@ class ShardedLoader(Iterable[Any]):
         if name.startswith("_"):  # copy and pickle ask before there is a _loader
             raise AttributeError(name)
         return getattr(self._loader if hasattr(self._loader, name) else self._given, name)
-
-
-@dataclass
-class _PassMode:
-    """Mode of a pass. `trains` is True if a model is in training mode, or if steps are taken, as with frozen batch normalization."""
-
-    trains: bool
 
 
 def _every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: Callable[[], bool]) -> Iterator[Any]:

@@ -32,20 +32,18 @@ _NO_GRADIENT = re.compile(r"Parameter indices which did not receive grad for ran
 """torch's message about missing gradients. The numbers are indices among the trainable parameters."""
 
 _FORWARDED = (
-    *(
-        "register_buffer",
-        "register_parameter",
-        "add_module",
-        "register_state_dict_pre_hook",
-        "register_state_dict_post_hook",
-    ),
-    *(
-        "_register_state_dict_hook",
-        "register_load_state_dict_pre_hook",
-        "register_load_state_dict_post_hook",
-        "state_dict",
-    ),
-    *("__getitem__", "__contains__", "__len__"),
+    "register_buffer",
+    "register_parameter",
+    "add_module",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "_register_state_dict_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+    "state_dict",
+    "__getitem__",
+    "__contains__",
+    "__len__",
 )
 """Methods that call the wrapped model: those of DistributedDataParallel's base classes, and those that Python looks up on the class."""
 

@@ -38,14 +38,15 @@ class StatusPipe(StepObserver):
         text = os.environ.get(DISTRIB_STATUS_FD, "")
         return cls(int(text) if text.isdecimal() else None)
 
-    def step(self, number: int) -> None:
-        """Report a completed step, at most ten times per second. The last step is always reported, perhaps half a second later.
+    def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        """Report a step, at most ten times per second. The last step is always reported, perhaps half a second later.
 
         Args:
-            number: Number of steps so far.
+            step: Steps that this optimizer has taken; 0 reports nothing.
+            updated: Not used.
         """
-        self._step = max(self._step, number)
-        if self._descriptor is None:
+        self._step = max(self._step, step)
+        if not step or self._descriptor is None:
             return
         now = time.monotonic()
         if now >= self._next_step_time:
@@ -55,16 +56,6 @@ class StatusPipe(StepObserver):
             self._late = threading.Timer(0.5, self._say_late)  # may be the last step before the rank hangs
             self._late.daemon = True
             self._late.start()
-
-    def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
-        """Report the step to the launcher.
-
-        Args:
-            step: Steps that this optimizer has taken; 0 reports nothing.
-            updated: Not used.
-        """
-        if step:
-            self.step(step)
 
     def prepared(self) -> None:
         """Report that the script has prepared a trainable model, so that the strategy options of the launch apply."""
