@@ -143,7 +143,7 @@ def test_rounds_of_one_rank_are_those_of_a_cpu(group, device, outer):
             model(x.to(place)).square().mean().backward()
             optimizer.step()
             if round_:
-                round_.go_on()
+                round_.count_step()
         if round_:
             round_.end()
         learnt.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))

@@ -27,18 +27,18 @@ class Checkpoints:
     """Checkpoints of a job: written by the main rank and by replica writers, restored by all ranks."""
 
     def __init__(
-        self, run: replicas.Run, backend: TrainingStrategy, exchange: JobCollectives, *, elastic: bool
+        self, run: replicas.Run, strategy: TrainingStrategy, collectives: JobCollectives, *, elastic: bool
     ) -> None:
         """Create the manager.
 
         Args:
             run: The run of this start of the job.
-            backend: The training strategy, whose state is saved too.
-            exchange: The job's collectives.
+            strategy: The training strategy, whose state is saved too.
+            collectives: The job's collectives.
             elastic: True if ranks may leave and join.
         """
-        self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
-        self._exchange, self._elastic = exchange, elastic
+        self._run, self._strategy, self._world, self._device = run, strategy, strategy.world, strategy.device
+        self._collectives, self._elastic = collectives, elastic
         self._saves: Counter[str] = Counter()
         self._has_warned = False
 
@@ -57,12 +57,12 @@ class Checkpoints:
         self._saves[place] += 1
         stamp = self._run.stamp(self._saves[place])
         if is_main:
-            if self._backend.replicas_differ and any(isinstance(thing, nn.Module) for thing in objects.values()):
+            if self._strategy.replicas_differ and any(isinstance(thing, nn.Module) for thing in objects.values()):
                 self._warn_replicas_differ()
-            checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
+            checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp)
         elif self._writes_replica(path):
             try:
-                checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
+                checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp)
             # A full disk, or a state that only the main rank has. The main rank's checkpoint exists in any case.
             except Exception as error:
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
@@ -93,7 +93,7 @@ class Checkpoints:
         def read() -> bytes | None:
             return checkpoint_format.content(path)
 
-        data = self._exchange.broadcast_content(source, read)
+        data = self._collectives.broadcast_content(source, read)
         place = Path(path).absolute()
         if data is None:
             if self._world.rank == 0:
@@ -102,13 +102,13 @@ class Checkpoints:
             return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
         if source and self._world.rank == source:
             log.info(f"{place} is this host's: it is the newest")
-        self._backend.finish_rounds()  # objects that are not restored continue from common parameters
+        self._strategy.finish_rounds()  # objects that are not restored continue from common parameters
         values, state = checkpoint_format.read(data, objects, self._device, source=os.fspath(path))
         restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
         if all(isinstance(thing, nn.Module) for thing in restored):
             state = {}  # only weights are restored, perhaps from a job with other optimizers
         if restored:
-            self._backend.load_state_dict(move_to_device(state, self._device))
+            self._strategy.load_state_dict(move_to_device(state, self._device))
         return values
 
     def _writes_replica(self, path: str | os.PathLike[str]) -> bool:

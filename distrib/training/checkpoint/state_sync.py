@@ -16,12 +16,12 @@ from distrib.training.checksums import bit_sum, content_digest
 from distrib.training.collectives import JobCollectives, find_differing, to_bytes
 
 
-def broadcast_states(things: Sequence[Any], exchange: JobCollectives) -> None:
+def broadcast_states(things: Sequence[Any], collectives: JobCollectives) -> None:
     """Load rank 0's state on ranks where it differs: a script may read a checkpoint on one rank only. Collective.
 
     Args:
         things: Prepared objects. Objects without a state are ignored.
-        exchange: The job's collectives.
+        collectives: The job's collectives.
     """
     stateful = [thing for thing in things if _has_common_state(thing)]
     if not stateful:
@@ -31,23 +31,24 @@ def broadcast_states(things: Sequence[Any], exchange: JobCollectives) -> None:
         stateful, states, find_differing([content_digest(_summarize(state)) for state in states]), strict=True
     ):
         if differs:
-            told = exchange.from_main(functools.partial(to_bytes, state))
-            thing.load_state_dict(torch.load(io.BytesIO(told), map_location="cpu", weights_only=False))
+            received = collectives.from_main(functools.partial(to_bytes, state))
+            thing.load_state_dict(torch.load(io.BytesIO(received), map_location="cpu", weights_only=False))
 
 
-def broadcast_settings(things: Sequence[Any], exchange: JobCollectives) -> None:
+def broadcast_settings(things: Sequence[Any], collectives: JobCollectives) -> None:
     """Load the main rank's settings in mode async, in which the servers hold the optimizer's state. Collective.
 
     Args:
         things: Prepared objects. Objects without a state are ignored.
-        exchange: The job's collectives.
+        collectives: The job's collectives.
     """
     stateful = [thing for thing in things if _has_common_state(thing)]
     if not stateful:
         return
     states = [_settings(thing) for thing in stateful]
-    told = exchange.from_main(lambda: to_bytes([_serialized(state) for state in states]))
-    for thing, state, of_main in zip(stateful, states, torch.load(io.BytesIO(told), weights_only=True), strict=True):
+    received = collectives.from_main(lambda: to_bytes([_serialized(state) for state in states]))
+    of_main_rank = torch.load(io.BytesIO(received), weights_only=True)
+    for thing, state, of_main in zip(stateful, states, of_main_rank, strict=True):
         if of_main is None:
             continue
         main = torch.load(io.BytesIO(of_main), map_location="cpu", weights_only=False)

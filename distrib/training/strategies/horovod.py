@@ -139,7 +139,7 @@ class HorovodStrategy(AllReduceStrategy):
     @contextmanager
     def _without_exchange(self, model: nn.Module) -> Iterator[None]:
         """Disable the averaging of gradients in the backward passes of a `with` block: `model.no_sync()`."""
-        reducers = [reducer for reducer in self._of([model]) if reducer.on]
+        reducers = [reducer for reducer in self._reducers_of([model]) if reducer.on]
         for reducer in reducers:
             reducer.exchange(False)
         try:
@@ -148,7 +148,7 @@ class HorovodStrategy(AllReduceStrategy):
             for reducer in reducers:
                 reducer.exchange(True)
 
-    def _of(self, models: Sequence[nn.Module]) -> list[_Reducer]:
+    def _reducers_of(self, models: Sequence[nn.Module]) -> list[_Reducer]:
         wanted = {id(model) for model in models}
         return [self._reducers[o] for o, owned in self._pairs.items() if any(id(model) in wanted for model in owned)]
 
@@ -170,7 +170,7 @@ class _Reducer:
             named_parameters=[(f"{number}.{index}", parameter) for index, parameter in enumerate(parameters)],
             compression=hvd.Compression.fp16 if format == "fp16" else hvd.Compression.none,
         )
-        self._handles = [parameter.register_hook(self._arrived) for parameter in parameters]  # type: ignore[no-untyped-call]
+        self._handles = [parameter.register_hook(self._on_gradient) for parameter in parameters]  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Stop averaging gradients, permanently."""
@@ -192,7 +192,7 @@ class _Reducer:
             for parameter in frozen:  # Horovod sets zeros, so weight decay would still apply
                 parameter.grad = None
 
-    def _arrived(self, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
         if self.on and not self._waiting:
             self._waiting = True
             Variable._execution_engine.queue_callback(self.finish)
@@ -201,15 +201,15 @@ class _Reducer:
 class _NoSync:
     """Value of `model.no_sync`. A copy of the model gets a function without effect instead."""
 
-    def __init__(self, backend: HorovodStrategy, model: nn.Module) -> None:
-        self._backend, self._model = backend, model
+    def __init__(self, strategy: HorovodStrategy, model: nn.Module) -> None:
+        self._strategy, self._model = strategy, model
 
     def __call__(self) -> Any:
-        return self._backend._without_exchange(self._model)
+        return self._strategy._without_exchange(self._model)
 
     def __reduce__(self) -> Any:
-        return _of_a_copy, ()
+        return _no_sync_of_copy, ()
 
 
-def _of_a_copy() -> Any:
+def _no_sync_of_copy() -> Any:
     return nullcontext

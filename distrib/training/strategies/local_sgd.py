@@ -73,7 +73,7 @@ class LocalSgdStrategy(TrainingStrategy):
 
     @property
     def replicas_differ(self) -> bool:
-        return any(round_.is_apart for round_ in self._rounds.values())
+        return any(round_.has_diverged for round_ in self._rounds.values())
 
     @property
     def ranks_per_step(self) -> int:
@@ -160,7 +160,7 @@ class LocalSgdStrategy(TrainingStrategy):
             self.pair_models(optimizer, [model for model in self._models if not own.isdisjoint(model.parameters())])
         result = update()
         begun = self._clock.mark()
-        round_.go_on()
+        round_.count_step()
         self._waits.append((begun, self._clock.mark()))
         self._count_waits()
         return result
@@ -218,16 +218,16 @@ class LocalSgdStrategy(TrainingStrategy):
             buffers = self._buffers[model].current()  # also of trained models: batches without steps change them
             others.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
         own = {name: str(bit_sum(values)) for name, values in others.items()}
-        apart = [
+        diverged = [
             name for name, differs in zip(own, find_differing([*own.values()]) if own else [], strict=True) if differs
         ]
-        for name in apart:
+        for name in diverged:
             if others[name].requires_grad:
                 raise TrainingError(
                     f"{name.partition('.')[2]} has learnt, but no prepared optimizer has it: in mode local every rank has its own",
                     hint="let an optimizer make the update, and prepare it too; freeze what only follows a model, such as an average",
                 )
-        _average([others[name] for name in apart], self.world.size)
+        _average([others[name] for name in diverged], self.world.size)
 
 
 class _Round:
@@ -242,12 +242,12 @@ class _Round:
         self._outer = strategy.outer
         self._dtype = create_compressor(strategy.gradients).value_dtype
         self._taken = 0
-        self._settled = 0
+        self._synchronized = 0
         self._fragments: list[_Fragment] = []
         self._trained: list[torch.Tensor] = []
 
     @property
-    def is_apart(self) -> bool:
+    def has_diverged(self) -> bool:
         """True if this rank has taken steps since the last synchronization."""
         return any(fragment.begun for fragment in self._fragments)
 
@@ -269,15 +269,15 @@ class _Round:
             fragment.begin()
         return new
 
-    def go_on(self) -> None:
+    def count_step(self) -> None:
         """Count a step, and exchange the fragments that are due. Collective."""
         self._taken += 1
-        if (self._taken - self._settled) % self._steps == 0:
+        if (self._taken - self._synchronized) % self._steps == 0:
             _average_buffers(self._buffers, self._ranks)  # before fragments: NCCL runs one at a time
         for number, fragment in enumerate(self._fragments):
             if fragment.due is not None and self._taken >= fragment.due:
                 fragment.finish(own_share=OWN_SHARE)
-            if (self._taken - self._settled - self._offset(number)) % self._steps == 0:
+            if (self._taken - self._synchronized - self._offset(number)) % self._steps == 0:
                 if fragment.due is not None:  # the network is slower than the steps
                     fragment.finish(own_share=OWN_SHARE)
                 fragment.send(self._taken + self._outer.overlap_steps)
@@ -286,20 +286,20 @@ class _Round:
 
     def end(self) -> None:
         """Synchronize the parameters. Collective, after the same number of steps on each rank."""
-        if self._taken == self._settled:
+        if self._taken == self._synchronized:
             return
         for fragment in self._fragments:
             if fragment.due is not None:  # if it was sent after the latest step, no rank has trained since
                 just_sent = fragment.due == self._taken + self._outer.overlap_steps
                 fragment.finish(own_share=0.0 if just_sent else OWN_SHARE)
-        apart = [fragment for fragment in self._fragments if fragment.begun]
-        for fragment in apart:
+        diverged = [fragment for fragment in self._fragments if fragment.begun]
+        for fragment in diverged:
             fragment.send(self._taken)
-        for fragment in apart:
+        for fragment in diverged:
             fragment.finish(own_share=0.0)
-        if apart:
+        if diverged:
             _average_buffers(self._buffers, self._ranks)
-        self._settled = self._taken
+        self._synchronized = self._taken
 
     def state(self) -> dict[str, Any]:
         """Return the outer momenta, for a checkpoint."""
@@ -317,7 +317,7 @@ class _Round:
                 f"{len(sizes)}, or of other sizes",
                 hint="before job.restore, freeze what was frozen when it was saved",
             )
-        self._settled = self._taken
+        self._synchronized = self._taken
         self._divide({p: momentum for p, momentum in zip(trained, momenta, strict=False) if momentum is not None})
 
     def _momenta(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -336,11 +336,11 @@ class _Round:
     def _divide(self, momenta: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Divide the parameters, in their order, into fragments of similar size. Momenta are kept."""
         self._trained = trainable_parameters(self._optimizer)
-        whole, gone = sum(p.numel() for p in self._trained), 0
+        whole, assigned = sum(p.numel() for p in self._trained), 0
         parts: list[list[torch.Tensor]] = [[] for _ in range(self._outer.fragments)]
         for parameter in self._trained:
-            parts[min(gone * len(parts) // max(whole, 1), len(parts) - 1)].append(parameter)
-            gone += parameter.numel()
+            parts[min(assigned * len(parts) // max(whole, 1), len(parts) - 1)].append(parameter)
+            assigned += parameter.numel()
         self._fragments = [_Fragment(part, self._outer, self._ranks, self._dtype) for part in parts if part]
         for fragment in self._fragments:
             if any(parameter in momenta for parameter in fragment.parameters):
@@ -369,7 +369,7 @@ class _Fragment:
         self.momentum: torch.Tensor | None = None
         self._outer, self._ranks, self._dtype = outer, ranks, dtype
         self._common: torch.Tensor | None = None
-        self._way: torch.Tensor | None = None
+        self._pseudo_gradient: torch.Tensor | None = None
         self._work: Any = None
 
     @property
@@ -385,35 +385,38 @@ class _Fragment:
     def send(self, due: int) -> None:
         """Start the all-reduce of the pseudo-gradients, which is awaited after step `due`. Collective."""
         assert self._common is not None
-        self._way = flatten_tensors(self.parameters).neg_().add_(self._common)
+        self._pseudo_gradient = flatten_tensors(self.parameters).neg_().add_(self._common)
         if self._dtype is not None:
-            self._way = self._way.to(self._dtype)
-        self._work = dist.all_reduce(self._way, async_op=True)
+            self._pseudo_gradient = self._pseudo_gradient.to(self._dtype)
+        self._work = dist.all_reduce(self._pseudo_gradient, async_op=True)
         self.due = due
 
     def finish(self, *, own_share: float) -> None:
         """Wait for the mean pseudo-gradient, and take the outer step. `own_share` is the weight of this rank's parameters. Collective."""
-        assert self._common is not None and self._way is not None
+        assert self._common is not None and self._pseudo_gradient is not None
         self._work.wait()
-        common = self._outer_step(self._way.to(self._common.dtype).div_(self._ranks))
+        common = self._outer_step(self._pseudo_gradient.to(self._common.dtype).div_(self._ranks))
         unflatten_tensors(
             torch.lerp(common, flatten_tensors(self.parameters), own_share) if own_share else common, self.parameters
         )
         # Common parameters are stored only while they differ from the model's. Otherwise `begin` reads them from the model,
         # which the script may have changed.
         self._common = common if own_share else None
-        self._way = self._work = self.due = None
+        self._pseudo_gradient = self._work = self.due = None
 
-    def _outer_step(self, way: torch.Tensor) -> torch.Tensor:
+    def _outer_step(self, gradient: torch.Tensor) -> torch.Tensor:
         """Apply a step of SGD with Nesterov momentum to the common parameters, as torch.optim.SGD does.
 
-        Works in place on the common parameters and on `way`, because GPU memory is scarce at the end of a round.
+        Works in place on the common parameters and on the pseudo-gradient, because GPU memory is scarce at the end of a round.
         """
         assert self._common is not None
-        if self._outer.momentum:
-            self.momentum = way.clone() if self.momentum is None else self.momentum.mul_(self._outer.momentum).add_(way)
-            way.add_(self.momentum, alpha=self._outer.momentum)
-        return self._common.sub_(way, alpha=self._outer.lr)
+        outer = self._outer
+        if outer.momentum:
+            self.momentum = (
+                gradient.clone() if self.momentum is None else self.momentum.mul_(outer.momentum).add_(gradient)
+            )
+            gradient.add_(self.momentum, alpha=outer.momentum)
+        return self._common.sub_(gradient, alpha=outer.lr)
 
 
 def _average_buffers(buffers: Sequence[SynchronizedBuffers], ranks: int) -> None:
