@@ -16,6 +16,7 @@ import platform
 import resource
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,6 @@ from distrib.bandwidth_model.workload import MAX_VALUES, Gradient, Workload, wri
 from distrib.cluster.hardware_catalog import find_gpu
 from distrib.environment import DISTRIB_PROFILE, DISTRIB_RESULT_FD
 from distrib.errors import TrainingError
-from distrib.training import shutdown
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
 from distrib.utils.log import PLAIN, get_logger
 
@@ -164,8 +164,6 @@ class Profiler:
             raise TrainingError(f"no profile: {problem or self.problem}")
         self._finish()
 
-    # -- hooks of a step -------------------------------------------------------------------------------------------
-
     def _watch_model(self, model: nn.Module) -> None:
         prefix = f"{len(self._models)}." if self._models else ""
         self._models.append(model)
@@ -245,8 +243,6 @@ class Profiler:
         self._unprepared += not self._optimizers
         if self._unprepared >= self._request.warmup_steps + self._request.steps:
             self._give_up()
-
-    # -- results ---------------------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
         self._end()
@@ -457,7 +453,9 @@ class JobProfiler:
     def _leave(self, reply: ProfileReply) -> None:
         """Send the reply and end the script."""
         reply.send()
-        shutdown.exit_within(3.0)  # also if the script has running threads
+        timer = threading.Timer(3.0, os._exit, (0,))  # a thread of the script may never end
+        timer.daemon = True
+        timer.start()
         raise SystemExit(0)
 
     def _at_exit(self) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import os
 import sys
-import threading
 import time
 import traceback as tracebacks
 from collections.abc import Callable, Iterator
@@ -254,14 +253,3 @@ def exit_failed() -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
             stream.flush()
     os._exit(1)
-
-
-def exit_within(seconds: float) -> None:
-    """End this process with exit code 0 if it still runs after a time: a thread of the script may never end.
-
-    Args:
-        seconds: Time until the forced exit.
-    """
-    timer = threading.Timer(seconds, os._exit, (0,))
-    timer.daemon = True
-    timer.start()

@@ -46,11 +46,11 @@ class World:
         return self.local_size == self.size
 
 
-def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = False) -> World:
+def find_world(environ: Mapping[str, str] = os.environ, *, threads: bool = False) -> World:
     """Find the world of this process: from MPI if an MPI runtime started it, else from torchrun's variables, else a single rank.
 
     Args:
-        environ: Environment variables; None for those of the process.
+        environ: Environment variables.
         threads: True if another library calls MPI from its own threads.
 
     Returns:
@@ -59,7 +59,6 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
     Raises:
         TrainingError: MPI started another number of ranks than planned, or a variable is not valid.
     """
-    environ = os.environ if environ is None else environ
     planned = RANK in environ and WORLD_SIZE in environ
     if planned and TORCHELASTIC_RUN_ID in environ and DISTRIB_JOB not in environ:
         return planned_world(environ)  # torchrun may run under MPI or Slurm, whose variables are still set
@@ -107,11 +106,11 @@ def _warn_of_separate_jobs(environ: Mapping[str, str]) -> None:
             return
 
 
-def planned_world(environ: Mapping[str, str] | None = None) -> World:
+def planned_world(environ: Mapping[str, str] = os.environ) -> World:
     """Read the world from the variables that torchrun and `distrib-launch` set.
 
     Args:
-        environ: Environment variables; None for those of the process.
+        environ: Environment variables.
 
     Returns:
         The world.
@@ -119,7 +118,6 @@ def planned_world(environ: Mapping[str, str] | None = None) -> World:
     Raises:
         TrainingError: A variable is missing, or they contradict each other.
     """
-    environ = os.environ if environ is None else environ
     rank, size = _integer(environ, RANK), _integer(environ, WORLD_SIZE)
     local_rank, local_size = _integer(environ, LOCAL_RANK, 0), _integer(environ, LOCAL_WORLD_SIZE, 0)
     if not (0 <= rank < size and 0 <= local_rank < (local_size or size) <= size):
@@ -131,12 +129,12 @@ def planned_world(environ: Mapping[str, str] | None = None) -> World:
     return World(rank=rank, size=size, local_rank=local_rank, local_size=1 if size == 1 else local_size)
 
 
-def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> torch.device:
+def find_device(local_rank: int, environ: Mapping[str, str] = os.environ) -> torch.device:
     """Find the device of this rank: DISTRIB_DEVICE if it is set, else GPU number `local_rank`, else the CPU.
 
     Args:
         local_rank: This rank among those of its host.
-        environ: Environment variables; None for those of the process.
+        environ: Environment variables.
 
     Returns:
         The device. A GPU becomes torch's current one.
@@ -144,7 +142,6 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
     Raises:
         TrainingError: The device does not exist.
     """
-    environ = os.environ if environ is None else environ
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = environ.get(DISTRIB_DEVICE) or (f"cuda:{local_rank}" if gpus else "cpu")
     try:

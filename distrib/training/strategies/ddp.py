@@ -123,7 +123,7 @@ class DdpStrategy(AllReduceStrategy):
             state: Not used.
         """
         for hook in filter(None, map(find_hook, self._models)):
-            hook.reset()  # error feedback of a diverged run
+            hook.reset()
 
     def on_scaled_step(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
         """Record the scale of the gradients, by which error feedback is scaled too.
