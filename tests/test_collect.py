@@ -34,7 +34,7 @@ GLOO = SCRIPTS / "gloo.py"
         ("ssh: connect to host n2 port 22: Connection refused", "no sshd listens on port 22", "systemctl start ssh"),
         ("ssh: connect to host n2 port 22: No route to host", "No route to host", "firewall"),
         ("ssh: connect to host n2 port 22: Connection timed out", "timed out", "n2 is up"),
-        ("root@n2: Permission denied (publickey,password).", "refuses our key", "ssh-copy-id n2"),
+        ("root@n2: Permission denied (publickey,password).", "refuses the key", "ssh-copy-id n2"),
         ("No ED25519 host key is known for n2 and you have requested strict checking.\nHost key verification failed.",
          "host key is not known", "ssh-keyscan n2"),
         ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "host key has changed",
@@ -42,7 +42,7 @@ GLOO = SCRIPTS / "gloo.py"
         ("Permissions 0644 for '/root/.ssh/id' are too open.\nroot@n2: Permission denied (publickey).", "may access",
          "chmod 600"),
         ("Bad owner or permissions on /root/.ssh/config", "/root/.ssh/config", "chmod 600"),
-        ("Received disconnect from 10.0.0.2 port 22:2: Too many authentication failures", "refuses our key", "~/.ssh/config"),
+        ("Received disconnect from 10.0.0.2 port 22:2: Too many authentication failures", "refuses the key", "~/.ssh/config"),
         ("kex_exchange_identification: Connection closed by remote host", "closes the connection", "MaxStartups"),
         ("", "ssh prints nothing", "try: ssh n2 true"),
     ],
@@ -77,9 +77,9 @@ def test_failures_of_the_interpreter_are_told_apart(code, words, reason):
     [
         (1, "This account is currently not available.", "", False, "ssh",
          "it prints 'This account is currently not available.'"),
-        (0, "", "", False, "ssh", "its login shell ends before our command"),
+        (0, "", "", False, "ssh", "its login shell exits before the command"),
         (1, "", "nonexistent_cmd: command not found\nValueError: invalid literal for int() with base 10: ''", True, "python",
-         "reads its standard input"),
+         "reads standard input"),
         (0, "hello", "", True, "python", "prints something else: 'hello'"),
     ],
 )  # fmt: skip
@@ -126,8 +126,7 @@ def test_a_python_that_is_slow_is_waited_for_and_an_ssh_that_is_not(tmp_path):
             assert seconds <= time.monotonic() - begun < seconds + 0.9
 
 
-def test_who_lets_nobody_in_is_asked_once_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(ask, "LOGIN_TIMEOUT_SECONDS", 3.0)
+def test_hosts_without_a_login_are_queried_once_more(tmp_path):
     ssh = tmp_path / "ssh"
     ssh.write_text(
         f'#!/bin/sh\nif [ $1 = dead ] || [ ! -e {tmp_path}/$1 ]; then touch {tmp_path}/$1; sleep 60; fi\nexec sh -c "$2"\n'
@@ -140,7 +139,9 @@ def test_who_lets_nobody_in_is_asked_once_more(tmp_path, monkeypatch):
     said: list[str] = []
     with HostSessions() as connections:
         remote = RemoteShell(transport="ssh", words=(str(ssh),))
-        told = ask.query_hosts(targets, remote, sys.executable, lambda _: False, connections, said.append)
+        told = ask.query_hosts(
+            targets, remote, sys.executable, lambda _: False, connections, said.append, ReplyTimeout(login_seconds=3.0)
+        )
     assert told["busy"].inventory is not None
     assert "dead: ssh: no login within 3 s; check that dead is up" in str(told["dead"].problem)
     assert said == ["no login within 3 s: busy, dead; trying once more"]

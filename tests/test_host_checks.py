@@ -65,12 +65,12 @@ def test_fit_hosts_have_nothing_wrong():
         ({"missing_programs": ("/opt/venv/bin/prted",)}, "mpi", "error", "no /opt/venv/bin/prted", "same path"),
         ({"script_sha256": None}, "script", "error", "no /home/kim/train.py there", "rsync -a /home/kim/ n4:/home/kim/"),
         ({"script_sha256": "bb"}, "script", "error", "not the same as here", "rsync"),
-        ({"directory_exists": False}, "script", "error", "no folder /home/kim", "make it"),
+        ({"directory_exists": False}, "script", "error", "no folder /home/kim", "create it"),
         ({"free_shm_bytes": 1 << 20}, "shm", "warning", "1 MiB free", "--shm-size"),
         ({"free_disk_bytes": {"tmp": 5 << 20}}, "disk", "warning", "5 MiB free for /tmp", "make room"),
         ({"free_disk_bytes": {"tmp": 0}}, "disk", "error", "0 B free for /tmp", "make room"),
         ({"usable_cpus": 0}, "cores", "warning", "1 ranks on 0", "fewer slots"),
-        ({"tmp_problem": "Read-only file system"}, "disk", "error", "no file can be made in /tmp: Read-only file system", "df -i /tmp"),
+        ({"tmp_problem": "Read-only file system"}, "disk", "error", "no file can be created in /tmp: Read-only file system", "df -i /tmp"),
         ({"limits": {"pids": 20}}, "limits", "warning", "20 processes and threads at most", "pids.max"),
         ({"limits": {"memlock": None, "nofile": 64}}, "limits", "error", "64 open files", "ulimit -n"),
         ({"limits": {"memlock": 8 << 20, "nofile": 256}}, "limits", "warning", "256 open files", "ulimit -n"),
@@ -101,7 +101,7 @@ def ports(count, *, layer="InfiniBand", rate=25e9, active=True, up=True):
         ({"rdma": ports(7)}, "7 active InfiniBand ports of 200 Gb/s, 8 on most other hosts"),
         (
             {"rdma": ports(8, active=False, up=False)},
-            "no active InfiniBand ports of 200 Gb/s, 8 on most other hosts; as it has none, no host",
+            "no active InfiniBand ports of 200 Gb/s, 8 on most other hosts; without it, no host",
         ),
         ({"rdma": ports(8, layer="Ethernet", rate=3.125e9)}, "no active InfiniBand ports of 200 Gb/s"),
         ({"rdma": ports(8), "has_verbs": False}, "there is no libibverbs.so.1"),
@@ -126,7 +126,7 @@ def test_a_container_that_may_not_open_its_infiniband_is_told_so():
     shut = {name: inventory(name, rdma=ports(2, active=False, up=True)) for name in ("n1", "n2")}
     found = judged(shut)
     assert list(found) == [("n1", "network"), ("n2", "network")]
-    assert "mlx5_0, mlx5_1 is up, and may not be opened there" in found["n1", "network"].reason
+    assert "mlx5_0, mlx5_1 is up, but may not be opened there" in found["n1", "network"].reason
 
 
 def test_builds_of_one_torch_are_not_told_apart_on_cpus():
@@ -174,13 +174,13 @@ def gpu_hosts(**odd):
         ({"gpus": gpus(2, nvlinks_up=11, nvlinks=12)}, "gpus", "warning", "GPUs 0-1: 11 NVLinks are up, 12 with the others"),
         ({"gpus": gpus(2, slowed_by=("heat",), temperature_celsius=91)}, "gpus", "warning", "slowed down by heat (91 C)"),
         ({"gpus": gpus(2, power_limit_watts=300.0)}, "gpus", "warning", "limited to 300 W, 400 W with the others"),
-        ({"gpus": gpus(2, needs_reset=True)}, "gpus", "warning", "bad rows of its memory wait to be replaced"),
-        ({"gpus": gpus(2, has_bad_memory=True, needs_reset=True)}, "gpus", "warning", "could not be replaced"),
+        ({"gpus": gpus(2, needs_reset=True)}, "gpus", "warning", "bad rows of its memory will be remapped"),
+        ({"gpus": gpus(2, has_bad_memory=True, needs_reset=True)}, "gpus", "warning", "could not be remapped"),
         ({"gpus": gpus(2, uncorrected_errors=3)}, "gpus", "warning", "3 uncorrected error(s)"),
         ({"gpus": gpus(2, has_fabric=False)}, "gpus", "warning", "error 802"),
         ({"driver": "550.2"}, "cuda", "warning", "driver 550.2, 3 others have 570.1"),
         ({"gpus": (gpus(2)[0], msgspec.structs.replace(gpus(2)[1], problem="GPU is lost"))}, "cuda", "error",
-         "GPU 1 does not answer: GPU is lost"),
+         "GPU 1 does not reply: GPU is lost"),
         ({"torch_cuda": ""}, "cuda", "error", "built without CUDA"),
         ({"packages": packages(nccl="2.21.5")}, "cuda", "error", "NCCL 2.21.5, 3 others have 2.27.3"),
         ({"nvml_error": "NVMLError_LibRmVersionMismatch: Driver/library version mismatch"}, "cuda", "error", "mismatch"),
@@ -218,7 +218,7 @@ def test_a_driver_that_is_too_old_for_the_cuda_of_torch():
     for host, facts in hosts.items():
         hosts[host] = msgspec.structs.replace(facts, driver="520.61.05")
     found = judged(hosts, ranks=2)
-    reason = "driver 520.61.05 is older than the 525 that torch for CUDA 12.8 asks for"
+    reason = "driver 520.61.05 is older than the 525 that torch for CUDA 12.8 needs"
     assert {cell.reason for cell in found.values()} == {reason} and len(found) == len(hosts)
 
 

@@ -72,7 +72,7 @@ def test_ssh_refused_key_refused_and_unknown_keys(make_cluster, launch, tmp_path
     other = tmp_path / "authorized_keys"
     other.write_text("# nobody\n")
     cluster.run("n2", ["mount", "--bind", other, cluster.directory / "ssh/authorized_keys"], check=True)
-    refused(launch("-H", "n1,n2", WHERE, cluster=cluster), cluster, "n2", "ssh", "refuses our key", "ssh-copy-id n2")
+    refused(launch("-H", "n1,n2", WHERE, cluster=cluster), cluster, "n2", "ssh", "refuses the key", "ssh-copy-id n2")
 
     known = Path.home() / ".ssh/known_hosts"
     lines = (cluster.directory / "ssh/known_hosts").read_text()
@@ -180,7 +180,7 @@ def test_a_temporary_folder_that_became_read_only_is_named(make_cluster):
     cluster.run("n2", ["sh", "-c", "mount --bind /tmp /tmp && mount -o remount,ro,bind /tmp"], check=True)
     told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
     assert told.returncode == 3, told
-    assert "error: n2: disk: no file can be made in /tmp: Read-only file system" in told.stdout
+    assert "error: n2: disk: no file can be created in /tmp: Read-only file system" in told.stdout
 
 
 @pytest.mark.cluster
@@ -216,10 +216,10 @@ def test_a_bridge_with_the_same_address_everywhere_and_cards_of_different_names(
     missing = launch("-H", cluster.hostfile, "--interface", "eth0", JOB, cluster=cluster)
     refused(missing, cluster, "n2", "network", "no usable interface eth0; it has", "ens5 (198.18.0.2/16)")
     unasked = launch("-H", cluster.hostfile, "--interface", "eth0", "--no-preflight", JOB, cluster=cluster)
-    assert unasked.code == 2 and "--no-preflight does not ask" in unasked.err, unasked
+    assert unasked.code == 2 and "--no-preflight does not query" in unasked.err, unasked
     decoy = launch("-H", cluster.hostfile, "--interface", "docker0", JOB, cluster=cluster)
     assert decoy.code == 3, decoy
-    assert "is on n1, n2, n3 alike" in decoy.err
+    assert "is on n1, n2, n3 too" in decoy.err
     assert cluster.left_over(within_seconds=6) == {}
 
 
@@ -295,4 +295,4 @@ def test_what_the_user_has_set_is_left_alone(make_cluster, launch):
     run = launch("-H", cluster.hostfile, "-x", "NCCL_SOCKET_IFNAME=ib0", JOB, "*:environment", cluster=cluster)
     assert run.code == 0, run
     assert {env["NCCL_SOCKET_IFNAME"] for env in environments(run, 2)} == {"ib0"}
-    assert "note: NCCL_SOCKET_IFNAME=ib0 is left as you set it" in run.err
+    assert "note: NCCL_SOCKET_IFNAME=ib0 of the user is kept" in run.err

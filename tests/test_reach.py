@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from distrib.cluster.remote import connectivity_agent
 from distrib_launch.preflight.connectivity import (
-    ALL_PAIRS_HOSTS as NEAR,
-)
-from distrib_launch.preflight.connectivity import (
     ConnectionAttempt,
     ConnectionRound,
     ProbeTarget,
@@ -30,6 +27,8 @@ from tests.inventories import interface, inventory
 
 WHERE = SCRIPTS / "where.py"
 NET = "10.0.0.0/24"
+NEAR = 16
+"""Largest number of hosts that all connect to each other."""
 
 
 def callee(number, *, from_all=False):

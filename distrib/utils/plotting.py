@@ -13,7 +13,6 @@ DOTS_PER_INCH = 150
 
 INK, GREY, LINE, PAPER, PANEL = "#1f2933", "#697586", "#c5ccd6", "#ffffff", "#f5f7fa"
 GROUPS = ("#33658a", "#b5523b", "#4f7a4c", "#7a5ea8", "#a0741a", "#3f7f86")
-NETWORKS = {"InfiniBand": "#1d7874", "RoCE": "#6a4c93", "Ethernet": "#7d8597"}
 NVLINK, AMBER, GREEN = "#6f9f2f", "#b45309", "#15803d"
 CELL, GAP, PAD = 0.66, 0.12, 0.22
 """Inches, as all lengths here."""
@@ -63,20 +62,6 @@ def save_figure(figure: Any, path: str) -> None:
             figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
     except OSError as error:
         raise ConfigError(f"--plot {path}: cannot write it: {error.strerror}", hint="name another file") from None
-
-
-def fitted_font_size(text: str, width: float, max_size: float) -> float:
-    """Compute the font size at which a text fits.
-
-    Args:
-        text: One line.
-        width: Inches.
-        max_size: Points.
-
-    Returns:
-        The font size in points, 4.5 at least.
-    """
-    return max(4.5, min(max_size, max_size * (width - 0.1) / (0.0088 * max_size * max(len(text), 1))))
 
 
 def truncated_label(text: str, width: float) -> str:

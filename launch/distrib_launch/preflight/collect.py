@@ -28,15 +28,6 @@ from distrib_launch.engines.remote_shell import RemoteShell, Transport
 from distrib_launch.preflight.check_result import CheckResult, error
 from distrib_launch.preflight.host_sessions import LOADER, SHELL_MARK, HostSessions, ReplyTimeout
 
-LOGIN_TIMEOUT_SECONDS = 20.0
-"""Twice sshd's usual delay for a DNS lookup that fails."""
-REPLY_TIMEOUT_SECONDS = 90.0
-"""From the start to the reply: Python on a cold network file system takes a minute."""
-NOTICE_SECONDS = 8.0
-"""Time after which a notice names the hosts that have not replied."""
-LOGINS_PER_CPU = 16
-"""Simultaneous logins for each CPU of this machine: more of them slow each other down."""
-
 SSH_EXPLANATIONS = (
     (
         "could not resolve hostname",
@@ -45,7 +36,7 @@ SSH_EXPLANATIONS = (
     ),
     (
         "remote host identification has changed",
-        "its host key has changed: it was reinstalled, or another machine replies",
+        "its host key has changed: it was reinstalled, or another machine has its address",
         "if that is expected: ssh-keygen -R {known_host}, then {ssh} to accept the new key",
     ),
     (
@@ -60,7 +51,7 @@ SSH_EXPLANATIONS = (
     ),
     (
         "permission denied|too many authentication failures",
-        "it refuses our key: {words}",
+        "it refuses the key of this user: {words}",
         "ssh-copy-id {port}{login}, or name the key in ~/.ssh/config; see journalctl -u ssh on {host}",
     ),
     (
@@ -101,7 +92,7 @@ class HostQuery(msgspec.Struct, frozen=True, kw_only=True):
         port = f"-p {self.port} " if self.port else ""
         return f"ssh {port}{self.user}@{self.name}" if self.user else f"ssh {port}{self.name}"
 
-    def try_python(self, argument: str = "-V") -> str:
+    def _try_python(self, argument: str = "-V") -> str:
         """Return the command by which a user tries the interpreter.
 
         Args:
@@ -135,6 +126,7 @@ def query_hosts(
     is_local: Callable[[str], bool],
     sessions: HostSessions,
     say: Callable[[str], None],
+    timeout: ReplyTimeout = ReplyTimeout(),  # noqa: B008 (it is immutable)
 ) -> dict[str, HostReply]:
     """Query all hosts in parallel.
 
@@ -145,6 +137,7 @@ def query_hosts(
         is_local: Return True if a name belongs to this machine; it may take time to resolve the name.
         sessions: Owner of the connections.
         say: Called with notices about hosts that take long.
+        timeout: Time limits of each reply.
 
     Returns:
         Replies by host, in the order of the queries.
@@ -169,11 +162,11 @@ def query_hosts(
             command = remote.command(query.name, f"echo '{SHELL_MARK}'; {shlex.join(command)}")
             if remote.transport == "ssh":
                 command = sessions.shared(command)
-        return _query(query, command, sessions, None if query.is_local else remote.environment)
+        return _query(query, command, sessions, None if query.is_local else remote.environment, timeout)
 
     if all(query.is_local for query in queries):
         return {query.name: query_and_count(query) for query in queries}
-    logins = LOGINS_PER_CPU * len(os.sched_getaffinity(0))
+    logins = 16 * len(os.sched_getaffinity(0))  # more of them slow each other down
     with _notice_after(waiting, say):
         found = sessions.map_hosts(query_and_count, queries, logins)
     replies = {query.name: reply for query, reply in zip(queries, found, strict=True)}
@@ -181,14 +174,14 @@ def query_hosts(
         # Logins to all hosts at once may have overloaded this machine.
         what = "login" if remote.transport == "ssh" else "step"
         names = name_hosts(query.name for query in silent)
-        say(f"no {what} within {LOGIN_TIMEOUT_SECONDS:.0f} s: {names}; trying once more")
+        say(f"no {what} within {timeout.login_seconds:.0f} s: {names}; trying once more")
         replies |= zip((query.name for query in silent), sessions.map_hosts(query_one, silent, logins), strict=True)
     return replies
 
 
 @contextlib.contextmanager
 def _notice_after(waiting: Collection[str], say: Callable[[str], None]) -> Iterator[None]:
-    timer = threading.Timer(NOTICE_SECONDS, lambda: say(f"waiting for the reply of {name_hosts(waiting)}"))
+    timer = threading.Timer(8.0, lambda: say(f"waiting for the reply of {name_hosts(waiting)}"))
     timer.daemon = True
     timer.start()
     try:
@@ -198,12 +191,16 @@ def _notice_after(waiting: Collection[str], say: Callable[[str], None]) -> Itera
 
 
 def _query(
-    query: HostQuery, command: Sequence[str], sessions: HostSessions, environment: Mapping[str, str] | None
+    query: HostQuery,
+    command: Sequence[str],
+    sessions: HostSessions,
+    environment: Mapping[str, str] | None,
+    timeout: ReplyTimeout,
 ) -> HostReply:
     asked = time.time()
+    if query.is_local:
+        timeout = timeout._replace(login_seconds=timeout.total_seconds)
     try:
-        login_seconds = REPLY_TIMEOUT_SECONDS if query.is_local else LOGIN_TIMEOUT_SECONDS
-        timeout = ReplyTimeout(login_seconds, REPLY_TIMEOUT_SECONDS)
         output = sessions.run_program(query.name, command, agent_program(query.question), timeout, environment)
     except OSError as failure:
         if query.is_local:
@@ -215,7 +212,7 @@ def _query(
         return HostReply(inventory=reply.inventory, ports=reply.ports, asked=asked, answered=answered)
     reached = query.is_local or SHELL_MARK in output.out
     if output.code is None:
-        return HostReply(problem=_timed_out(query, output.err, reached=reached), no_login=not reached)
+        return HostReply(problem=_timed_out(query, output.err, timeout, reached=reached), no_login=not reached)
     text = output.out.replace(SHELL_MARK, "").strip()
     problem = explain_failure(query, output.code, output.err, text, reached=reached)
     return HostReply(problem=problem, asked=asked, answered=answered)
@@ -237,7 +234,7 @@ def explain_failure(query: HostQuery, code: int, err: str, out: str = "", *, rea
     if query.transport == "srun" and not query.is_local and not reached:
         if explanation := srun.ENGINE.explain(err):
             return error(query.name, "srun", *explanation)
-        return error(query.name, "srun", f"Slurm starts no step there{_srun_line(err)}", f"try: {query.try_python()}")
+        return error(query.name, "srun", f"Slurm starts no step there{_srun_line(err)}", f"try: {query._try_python()}")
     if code == 255 and query.transport == "ssh" and not query.is_local:
         return _explain_ssh(query, err)
     lines = [line.strip() for line in err.splitlines() if line.strip() and not line.startswith("srun: ")]
@@ -246,8 +243,8 @@ def explain_failure(query: HostQuery, code: int, err: str, out: str = "", *, rea
         printed = next((line.strip()[:120] for line in reversed(out.splitlines()) if line.strip()), "")
         return error(
             query.name, "ssh" if not reached else "python",
-            "its login shell ends before our command, or reads its standard input" + (f"; it prints {printed!r}" if printed else ""),
-            f"look for exit, exec or read in ~/.bashrc there; try: {query.try_python()}",
+            "its login shell exits before the command, or reads standard input" + (f"; it prints {printed!r}" if printed else ""),
+            f"check ~/.bashrc there for exit, exec or read; try: {query._try_python()}",
         )  # fmt: skip
     if code in (126, 127) or re.search(r"command not found|no such file or directory|permission denied", words, re.I):
         return _no_interpreter(query, words)
@@ -255,7 +252,7 @@ def explain_failure(query: HostQuery, code: int, err: str, out: str = "", *, rea
         return error(query.name, "python", f"{query.python} is too old for distrib", "use Python 3.10 or later")
     if code == 0 and out:
         words = f"its login shell prints something else: {out.splitlines()[-1].strip()[:120]!r}"
-    return error(query.name, "python", f"{query.python} does not run there: {words}", query.try_python())
+    return error(query.name, "python", f"{query.python} does not run there: {words}", query._try_python())
 
 
 def _no_interpreter(query: HostQuery, words: str) -> CheckResult:
@@ -290,17 +287,17 @@ def _srun_line(err: str) -> str:
     return f": {lines[0]}" if lines else ""
 
 
-def _timed_out(query: HostQuery, err: str, *, reached: bool) -> CheckResult:
+def _timed_out(query: HostQuery, err: str, timeout: ReplyTimeout, *, reached: bool) -> CheckResult:
     if reached:
         where = "" if query.is_local else f"{query.transport} logs in, but "
         return error(
-            query.name, "python", f"{where}{query.python} has not replied within {REPLY_TIMEOUT_SECONDS:.0f} s",
-            f"check for a disk or network file system that hangs there; try: {query.try_python()}",
+            query.name, "python", f"{where}{query.python} has not replied within {timeout.total_seconds:.0f} s",
+            f"check for a disk or network file system that hangs there; try: {query._try_python()}",
         )  # fmt: skip
     if query.transport == "srun":
-        what = f"Slurm has started no step there within {LOGIN_TIMEOUT_SECONDS:.0f} s{_srun_line(err)}"
+        what = f"Slurm has started no step there within {timeout.login_seconds:.0f} s{_srun_line(err)}"
         return error(query.name, "srun", what, f"see scontrol show node {query.name}, and slurmd's log there")
     return error(
-        query.name, "ssh", f"no login within {LOGIN_TIMEOUT_SECONDS:.0f} s",
+        query.name, "ssh", f"no login within {timeout.login_seconds:.0f} s",
         f"check that {query.name} is up, that no firewall blocks ssh and that ~/.bashrc there does not wait; try: {query.ssh} true",
     )  # fmt: skip

@@ -17,10 +17,6 @@ from distrib.cluster.remote import connectivity_agent
 from distrib_launch.preflight.check_result import CheckResult, error
 from distrib_launch.preflight.host_sessions import HostSessions
 
-CONNECT_TIMEOUT_SECONDS = 4.0
-"""A lost first packet is sent again after one second (RFC 6298) and after two more."""
-ALL_PAIRS_HOSTS = 16
-"""Largest number of hosts that all connect to each other; with more, each connects to those at a power of two in the list."""
 MTU_HINT = "set the same MTU on all interfaces and switch ports between them (ip link set dev NAME mtu 1500)"
 
 
@@ -71,7 +67,11 @@ class ConnectionRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def connect_all(
-    targets: Sequence[ProbeTarget], sources: Sequence[str], subnet: str | None, sessions: HostSessions
+    targets: Sequence[ProbeTarget],
+    sources: Sequence[str],
+    subnet: str | None,
+    sessions: HostSessions,
+    timeout_seconds: float = 4.0,
 ) -> ConnectionRound:
     """Let every source connect to its targets, all at once. Hosts whose session has ended are not reported.
 
@@ -80,16 +80,17 @@ def connect_all(
         sources: Hosts that connect.
         subnet: Network of the addresses, for messages.
         sessions: Sessions of the hosts.
+        timeout_seconds: A lost first packet is sent again after one second (RFC 6298) and after two more.
     """
 
     def connect(source: str) -> list[ConnectionAttempt]:
         due = list(_targets_of(source, targets))
         places = [(address, port) for target in due for address in target.addresses for port in target.ports]
         if sessions.has_session(source):
-            request = msgspec.json.encode({"targets": places, "seconds": CONNECT_TIMEOUT_SECONDS}).decode()
-            reasons = parse_reply(sessions.query_again(source, request, CONNECT_TIMEOUT_SECONDS + 10.0), list[str])
+            request = msgspec.json.encode({"targets": places, "seconds": timeout_seconds}).decode()
+            reasons = parse_reply(sessions.query_again(source, request, timeout_seconds + 10.0), list[str])
         else:  # this machine, without a session
-            reasons = connectivity_agent.test_targets(places, CONNECT_TIMEOUT_SECONDS)
+            reasons = connectivity_agent.test_targets(places, timeout_seconds)
         if reasons is None or len(reasons) != len(places):
             return []
         following = iter(reasons)
@@ -116,14 +117,14 @@ def _worst_port(outcomes: Sequence[tuple[int, str]]) -> str:
     return reason + (f" on {len(bad)} of {len(outcomes)} ports, such as {port}" if len(bad) < len(outcomes) else "")
 
 
-def _targets_of(source: str, targets: Sequence[ProbeTarget]) -> Iterator[ProbeTarget]:
-    """Yield the targets of one host; each host is the source and the target of several connections."""
+def _targets_of(source: str, targets: Sequence[ProbeTarget], all_pairs_hosts: int = 16) -> Iterator[ProbeTarget]:
+    """Yield the targets of one host. With more than `all_pairs_hosts`, it connects to those at a power of two in the list."""
     size = len(targets)
     place = next((number for number, target in enumerate(targets) if target.host == source), None)
     far = {1 << power for power in range(size.bit_length())}
     for step in range(1, size) if place is not None else range(size):
         target = targets[((place or 0) + step) % size]
-        if size - 1 <= ALL_PAIRS_HOSTS or step in far or size - step in far or target.from_all:
+        if size - 1 <= all_pairs_hosts or step in far or size - step in far or target.from_all:
             yield target
 
 

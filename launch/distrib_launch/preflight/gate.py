@@ -101,7 +101,7 @@ class PreflightGate:
             why = (
                 engines.NOT_ASKED
                 if self.options.preflight
-                else "--no-preflight does not ask the hosts for their interfaces"
+                else "--no-preflight does not query the hosts for their interfaces"
             )
             raise ConfigError(
                 f"--interface {self.options.interface}: {why}",

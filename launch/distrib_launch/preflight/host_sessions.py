@@ -29,13 +29,6 @@ LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
 SHELL_MARK = "<<distrib-shell>>"
 """Text that a host's shell prints before it starts Python."""
 
-MAX_SIMULTANEOUS = 128
-"""Number of hosts that are queried at the same time; each costs a thread and three pipes."""
-CLOSE_SECONDS = 0.5
-"""Time in which the programs on the hosts may end by themselves."""
-POLL_SECONDS = 0.2
-"""Interval at which waiting threads look for an interruption: closing a pipe does not wake a thread that polls it."""
-
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
@@ -50,10 +43,12 @@ class SessionOutput(NamedTuple):
 
 
 class ReplyTimeout(NamedTuple):
-    """Time limits of a reply in seconds: until `SHELL_MARK` arrives, and in all."""
+    """Time limits of a reply."""
 
-    login_seconds: float
-    total_seconds: float
+    login_seconds: float = 20.0
+    """Until `SHELL_MARK` arrives; twice sshd's usual delay for a DNS lookup that fails."""
+    total_seconds: float = 90.0
+    """Python on a cold network file system takes a minute."""
 
 
 class HostSessions:
@@ -152,15 +147,13 @@ class HostSessions:
             _kill(process)  # a late reply would be read as the reply to the next request
         return output.out
 
-    def map_hosts(
-        self, work: Callable[[Item], Outcome], items: Sequence[Item], at_once: int = MAX_SIMULTANEOUS
-    ) -> list[Outcome]:
+    def map_hosts(self, work: Callable[[Item], Outcome], items: Sequence[Item], at_once: int = 128) -> list[Outcome]:
         """Call a function for all items in threads. An exception ends all sessions.
 
         Args:
             work: Function that waits for a host.
             items: Its arguments.
-            at_once: Number of threads.
+            at_once: Number of threads, each with three pipes.
 
         Returns:
             The results, in the order of the items.
@@ -237,8 +230,8 @@ class HostSessions:
                 )
                 if (remaining := begun + seconds - time.monotonic()) <= 0:
                     return SessionOutput(_text(received[process.stdout]), _text(received[process.stderr]), None)
-                ready = selector.select(min(remaining, POLL_SECONDS))
-                if self._closed:
+                ready = selector.select(min(remaining, 0.2))
+                if self._closed:  # closing a pipe does not wake a thread that polls it
                     raise InterruptedError
                 for key, _ in ready:
                     stream = key.fileobj  # type: ignore[assignment]
@@ -262,7 +255,7 @@ class HostSessions:
         with self._lock:
             self._closed = True
             processes, self._processes = list(self._processes.values()), {}
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + 0.5  # in which programs may end by themselves
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -20,17 +20,14 @@ from distrib_launch.rank_environment import socket_interface
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# A tunnel, or a bridge without a physical card, may lead to the other hosts; it is chosen only on hosts without a better interface.
-PREFERENCE = {
-    "physical": 4, "bond": 4, "team": 4, "vlan": 4, "ipoib": 4,
-    "veth": 3, "macvlan": 3, "ipvlan": 3, "unknown": 3,
-    "tun": 2, "wireguard": 2, "ipip": 2, "gre": 2, "vxlan": 2, "geneve": 2,
-    "bridge": 1, "openvswitch": 1, "dummy": 0,
-}  # fmt: skip
-
-FAST_KINDS = ("physical", "bond", "team")
-MUCH_FASTER = 2.0
-"""Speed ratio from which a note reports faster cards in networks that not all hosts share."""
+KINDS_BY_PREFERENCE = (
+    {"physical", "bond", "team", "vlan", "ipoib"},
+    {"veth", "macvlan", "ipvlan", "unknown"},
+    {"tun", "wireguard", "ipip", "gre", "vxlan", "geneve"},
+    {"bridge", "openvswitch"},
+    {"dummy"},
+)
+"""Kinds of interfaces, best first. Tunnels and bridges without a NIC may lead to the other hosts, but only if nothing better does."""
 
 NAMED_BY_USER = "chosen with --interface"
 
@@ -87,11 +84,16 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def merit(self) -> tuple[int, float, bool]:
-        """Sort key: InfiniBand first; then the kind of interface, its speed, and RDMA, which slow onboard cards may have too."""
-        kind = 5 if self.interface.infiniband else PREFERENCE.get(self.interface.kind, 2)
-        if self.interface.is_bridged_card:
-            kind = PREFERENCE["physical"]
-        return kind, self.interface.speed_bytes_per_second or 0.0, bool(self.interface.rdma)
+        """Sort key: InfiniBand first; then the kind of interface, its speed, and RDMA, which slow onboard NICs may have too."""
+        kind = "physical" if self.interface.is_bridged_card else self.interface.kind
+        place = next(
+            (n for n, kinds in enumerate(KINDS_BY_PREFERENCE) if kind in kinds), 2
+        )  # other kinds count as tunnels
+        return (
+            1 if self.interface.infiniband else -place,
+            self.interface.speed_bytes_per_second or 0.0,
+            bool(self.interface.rdma),
+        )
 
     def __str__(self) -> str:
         return f"{self.interface.name} ({self.address})"
@@ -129,14 +131,14 @@ def choose_network(
     subnet, why = _best_subnet(usable, inventories, reached_at)
     if shared and not subnet:  # without a shared subnet, a host might choose a bridge that reaches no other host
         raise NoNetworkError(
-            {c.host: f"{c}: {told}" for c, told in shut.items()},
+            {c.host: f"{c}: {why}" for c, why in shut.items()},
             hint="name a network that leads to every host with --interface",
         )
     if subnet is not None:
         chosen = {host: _best([c for c in usable if c.host == host and c.subnet == subnet]) for host in inventories}
     else:
         chosen = {host: _reached(host, [c for c in usable if c.host == host], reached_at) for host in inventories}
-        why = "the hosts share no subnet: on each, the address at which ssh reached it"
+        why = "the hosts share no subnet: each uses the address at which ssh reached it"
     taken = {host: choice for host, choice in chosen.items() if choice}
     if missing := [host for host in inventories if host not in taken]:
         raise NoNetworkError(
@@ -165,7 +167,7 @@ def choose_network(
         hosts=hosts,
         passed_over=(
             *(f"{what}: the same address on {hosts_of}" for what, hosts_of in doubles.items()),
-            *(f"{c.host}'s {c}: {told}" for c, told in shut.items()),
+            *(f"{c.host}'s {c}: {reason}" for c, reason in shut.items()),
         ),
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -204,7 +206,8 @@ def parse_interface(wanted: str) -> tuple[set[str], list[Network]]:
                 networks.append(ipaddress.ip_network(item, strict=False))
             except ValueError:
                 raise ConfigError(
-                    f"--interface {item}: no network", hint="write one as 10.0.0.0/16, or the name of an interface"
+                    f"--interface {item}: not a valid network",
+                    hint="write one as 10.0.0.0/16, or the name of an interface",
                 ) from None
         elif item:
             names.add(item)
@@ -218,13 +221,11 @@ def _only_wanted(
     left = [c for c in usable if c.interface.name in names or any(_within(c.address, net) for net in networks)]
     lacking = [host for host in inventories if not any(c.host == host for c in left)]
     if lacking:
-        told = {}
+        reasons = {}
         for host in lacking:
-            double = next(
-                (f"{what} is on {who} alike" for what, who in doubles.items() if what.split()[0] in names), ""
-            )
-            told[host] = f"no usable interface {wanted}; {double or _has(inventories[host])}"
-        raise NoNetworkError(told, hint="where names differ, give several, or a network: --interface 10.0.0.0/16")
+            double = next((f"{what} is on {who} too" for what, who in doubles.items() if what.split()[0] in names), "")
+            reasons[host] = f"no usable interface {wanted}; {double or _has(inventories[host])}"
+        raise NoNetworkError(reasons, hint="where names differ, give several, or a network: --interface 10.0.0.0/16")
     return left
 
 
@@ -233,12 +234,12 @@ def _within(address: Address, network: Network) -> bool:
 
 
 def _has(inventory: Inventory) -> str:
-    told = []
+    found = []
     for interface in inventory.interfaces:
         if interface.kind != "loopback" and (interface.addresses or interface.up):
             addresses = " ".join(str(a) for a in interface.routable_addresses()) or "no address"
-            told.append(f"{interface.name} ({addresses}{'' if interface.up else ', down'})")
-    return "it has " + (", ".join(told) or "none but loopback")
+            found.append(f"{interface.name} ({addresses}{'' if interface.up else ', down'})")
+    return "it has " + (", ".join(found) or "none but loopback")
 
 
 def _best_subnet(
@@ -263,7 +264,7 @@ def _best_subnet(
     best = max(shared, key=merit)
     others = [str(subnet) for subnet in shared if subnet != best]
     why = f"every host is in {best}"
-    return best, why + (f"; it was preferred to {', '.join(others)}" if others else "")
+    return best, why + (f"; preferred to {', '.join(others)}" if others else "")
 
 
 def _best(candidates: Sequence[_Candidate]) -> _Candidate | None:
@@ -275,7 +276,7 @@ def _reached(host: str, candidates: Sequence[_Candidate], reached_at: Mapping[st
 
 
 def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candidate]) -> list[str]:
-    """Return a note if every host has a much faster card in a network that not all hosts share."""
+    """Return a note if every host has a NIC of twice the rate in a network that not all hosts share."""
     faster: dict[str, _Candidate] = {}
     owners: dict[Network, set[str]] = {}
     for candidate in usable:
@@ -283,17 +284,15 @@ def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candida
     usable = [candidate for candidate in usable if len(owners[candidate.subnet]) < len(taken)]
     for host, choice in taken.items():
         speed = choice.interface.speed_bytes_per_second
-        other = _best(
-            [c for c in usable if c.host == host and (c.interface.infiniband or c.interface.kind in FAST_KINDS)]
-        )
-        if speed and other and (other.interface.speed_bytes_per_second or 0.0) >= MUCH_FASTER * speed:
+        other = _best([c for c in usable if c.host == host and c.interface.kind in KINDS_BY_PREFERENCE[0]])
+        if speed and other and (other.interface.speed_bytes_per_second or 0.0) >= 2 * speed:
             faster[host] = other
     if len(faster) < len(taken) or len(taken) < 2:
         return []
     host, card = next(iter(faster.items()))
     return [
-        f"every host has a faster card (on {host}: {card}), in networks that not all share: Gloo, MPI over TCP and parameter servers "
-        "do not use it; where those networks lead to each other, name the cards with --interface"
+        f"every host has a faster NIC (on {host}: {card}), but the hosts share no network of those: Gloo, MPI over TCP and parameter "
+        "servers do not use it; if those networks are routed to each other, name the NICs with --interface"
     ]
 
 
@@ -303,18 +302,16 @@ def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candida
 def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict[str, tuple[RdmaPort, ...]] | None:
     """Return the RDMA ports of each host: all ports of the fastest kind that every host has. None if no host has any.
 
-    A host with a card for each GPU needs all of them. Slower ports and those of another link layer are for storage or management, and NCCL
+    A host with a NIC for each GPU needs all of them. Slower ports and those of another link layer are for storage or management, and NCCL
     cannot connect them.
     """
     active = {host: [port for port in inventory.rdma if port.active] for host, inventory in inventories.items()}
     if not any(active.values()):
         return None
-    active = _leading(active, inventories, notes)
+    active = _reachable_ports(active, inventories, notes)
     without = [host for host, ports in active.items() if not ports]
     if without:
-        notes.append(
-            f"{name_hosts(without)}: no active InfiniBand or RoCE port, so no host uses its own: NCCL cannot mix them"
-        )
+        notes.append(f"{name_hosts(without)}: no active InfiniBand or RoCE port, so all hosts use TCP")
         return dict.fromkeys(inventories, ())
     fastest = {
         layer: [fastest_ports(port for port in ports if port.link_layer == layer) for ports in active.values()]
@@ -323,55 +320,39 @@ def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict
     everywhere = {layer: chosen for layer, chosen in fastest.items() if all(chosen)}
     layer = max(everywhere, key=lambda layer: min(map(total_rate, everywhere[layer])), default=None)
     if layer is None:
-        notes.append("some hosts have InfiniBand and others RoCE: no host uses either, NCCL cannot mix them")
+        notes.append("some hosts have InfiniBand and others RoCE: neither is used, because NCCL cannot mix them")
         return dict.fromkeys(inventories, ())
     return dict(zip(active, everywhere[layer], strict=True))
 
 
-def _leading(
+def _reachable_ports(
     active: Mapping[str, list[RdmaPort]], inventories: Mapping[str, Inventory], notes: list[str]
 ) -> dict[str, list[RdmaPort]]:
-    """Return the ports without RoCE ports that do not reach all hosts: those without an address or outside the networks of all hosts.
+    """Return the ports without RoCE ports that have no address, or are outside the networks of all hosts while others are inside.
 
-    NCCL would connect the first port of one host with the first of another, and time out. A routed rail is a port in a network of its own
-    or of its rack. Routed rails are kept if they are faster than the ports in a network of all hosts, which are then for storage.
+    NCCL would connect the first port of one host with the first of another, and time out.
     """
-    subnets: dict[tuple[str, str, int], set[Network]] = {}
+    networks: dict[tuple[str, str, int], set[Network]] = {}
     for host, ports in active.items():
-        cards = {card.name: card for card in inventories[host].interfaces}
+        interfaces = {each.name: each for each in inventories[host].interfaces}
         for port in ports:
-            names = port.netdevs or tuple(card.name for card in cards.values() if port.device in card.rdma)
-            known = [cards[name] for name in names if name in cards]
+            names = port.netdevs or tuple(each.name for each in interfaces.values() if port.device in each.rdma)
+            known = [interfaces[name] for name in names if name in interfaces]
             if port.link_layer == "Ethernet" and known:
-                subnets[host, port.device, port.port] = {
-                    a.network for card in known if card.up for a in card.routable_addresses()
-                }
-    owners = Counter(n for _, n in {(host, n) for (host, _, _), found in subnets.items() for n in found})
-    shared = {network for network, count in owners.items() if count == len(active)}
-    # A network with two addresses and two hosts is a direct cable between them.
-    routed = {n for n, count in owners.items() if n.max_prefixlen - n.prefixlen > 2 or count == 1} - shared
-
-    def carried(host: str, networks: set[Network]) -> float:
-        of_host = (port for port in active[host] if subnets.get((host, port.device, port.port), set()) & networks)
-        return total_rate(fastest_ports(of_host))
-
-    wider = all(carried(host, routed) > carried(host, shared) for host in active)
-    leading = shared | routed if wider or not shared else shared
-    if wider and shared:
-        notes.append(
-            "ports of RoCE are used that are in no network of all hosts, as they carry more than those that are: they are taken to be routed to "
-            "each other; where they are not, name the others: -x NCCL_IB_HCA=..."
-        )
+                up = (each for each in known if each.up)
+                networks[host, port.device, port.port] = {a.network for each in up for a in each.routable_addresses()}
+    of_hosts = Counter(network for _, network in {(host, n) for (host, _, _), found in networks.items() for n in found})
+    shared = {network for network, count in of_hosts.items() if count == len(active)}
     left: dict[str, list[RdmaPort]] = {}
     for host, ports in active.items():
         left[host] = []
         for port in ports:
-            found = subnets.get((host, port.device, port.port))
-            if found is None or found & leading:
+            found = networks.get((host, port.device, port.port))
+            if found is None or found & (shared or found):
                 left[host].append(port)
             else:
-                where = "in no network that all hosts are in" if found else "without an address"
-                notes.append(f"{port.device}:{port.port} of {host} is not used: its card is {where}")
+                why = "in no network of all hosts" if found else "without an address"
+                notes.append(f"{port.device}:{port.port} of {host} is not used: its interface is {why}")
     return left
 
 
@@ -411,9 +392,9 @@ def _environment(
     for variable in list(chosen):
         if (own := environ.get(variable)) is not None:
             ours = chosen.pop(variable)
-            told = f"{variable}={own} is left as you set it"
-            if own not in (ours, ours.lstrip("=")) and not any(note.startswith(told) for note in notes):
-                notes.append(f"{told}; distrib would set {ours} on {choice.host}")
+            kept = f"{variable}={own} of the user is kept"
+            if own not in (ours, ours.lstrip("=")) and not any(note.startswith(kept) for note in notes):
+                notes.append(f"{kept}; distrib would set {ours} on {choice.host}")
     return chosen
 
 

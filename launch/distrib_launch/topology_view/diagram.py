@@ -1,40 +1,16 @@
-"""Diagram of `distrib-topo show --plot`: a card for each kind of host, and the switches with their hosts. Lengths in inches."""
+"""Diagram of `distrib-topo show --plot`: each kind of host with its GPUs and links, and the switches above the hosts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distrib.cluster.node import shown_hosts
 from distrib.units import format_rate
-from distrib.utils import plotting
-from distrib.utils.plotting import (
-    AMBER,
-    CELL,
-    GAP,
-    GREEN,
-    GREY,
-    GROUPS,
-    INK,
-    LINE,
-    NETWORKS,
-    NVLINK,
-    PAD,
-    PANEL,
-    PAPER,
-    draw_box,
-    fitted_font_size,
-    truncated_label,
-)
+from distrib.utils import plotting as style
+from distrib_launch.topology_view.model import GroupView, LinkView, SwitchView, View
 
-if TYPE_CHECKING:
-    from distrib_launch.topology_view.model import GroupView, LinkView, SwitchView, View
-
-MAX_CARDS, MAX_GPUS, MAX_RACKS, MAX_LINKS = 6, 16, 8, 8
-"""Limits of one page; a text gives the number of items that are not drawn."""
-PAGE_WIDTH, LINE_HEIGHT, RACK_WIDTH, LEVEL_HEIGHT = 15.0, 0.24, 2.2, 1.05
-
-Line = tuple[str, str]
-"""A line of text and its colour."""
+MAX_ITEMS = 8
+"""Largest number of kinds of hosts, racks and links on the page, and half that of a host's GPUs; a text counts the others."""
 
 
 def plot(view: View, path: str) -> None:
@@ -47,182 +23,135 @@ def plot(view: View, path: str) -> None:
     Raises:
         ConfigError: The format is not supported, or the file cannot be written.
     """
-    plotting.check_plot_path(path)
+    style.check_plot_path(path)
     from matplotlib.figure import Figure  # it takes a second to load
 
     groups = [group for group in view.groups if group.described]
-    cards = [_Card(group, GROUPS[number % len(GROUPS)]) for number, group in enumerate(groups[:MAX_CARDS])]
-    rows: list[list[_Card]] = []
-    for card in cards:
-        if rows and sum(other.width + 0.3 for other in rows[-1]) + card.width <= PAGE_WIDTH:
-            rows[-1].append(card)
-        else:
-            rows.append([card])
-    network = _Network(view)
-    heights = [max(card.height for card in row) for row in rows]
-    width = max([*(sum(card.width + 0.3 for card in row) for row in rows), network.width, 6.0]) + 0.4
-    height = 0.75 + sum(heights) + 0.3 * len(heights) + network.height + 0.2
-    with plotting.plot_style():
-        figure = Figure(figsize=(width, height), facecolor=PAPER)
-        axes: Any = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, width), ylim=(0, height))
-        axes.axis("off")
-        top = height - 0.3
-        axes.text(0.3, top, view.name or "Cluster", size=17, weight="bold", color=INK, va="center")
-        counts = f"{view.hosts} host(s), {view.gpus} GPU(s)"
-        if len(groups) > len(cards):
-            counts += f" ({len(groups) - len(cards)} more kinds of hosts than drawn)"
-        when = f"measured {view.measured_when}" if view.measured_when else "rates by data sheet, nothing measured"
-        axes.text(width - 0.3, top, f"{counts} · {when}", size=10, color=GREY, va="center", ha="right")
-        top -= 0.4
-        for row, tallest in zip(rows, heights, strict=True):
-            left = 0.3
-            for card in row:
-                card.draw(axes, left, top)
-                left += card.width + 0.3
-            top -= tallest + 0.3
-        network.draw(axes, 0.3, top)
-        plotting.save_figure(figure, path)
+    when = f"measured {view.measured_when}" if view.measured_when else "rates by data sheet, nothing measured"
+    with style.plot_style():
+        figure = Figure(facecolor=style.PAPER)
+        page = _Page(figure.add_axes((0, 0, 1, 1)))
+        page.write(view.name or "Cluster", style.INK, 17)
+        page.write(f"{view.hosts} host(s), {view.gpus} GPU(s) · {when}", style.GREY)
+        for number, group in enumerate(groups[:MAX_ITEMS]):
+            page.draw_group(group, style.GROUPS[number % len(style.GROUPS)])
+        page.write_more(len(groups), "kinds of hosts")
+        if view.hosts > 1 or view.switches:
+            page.draw_network(view)
+        figure.set_size_inches(page.width, style.PAD - page.y)
+        page.axes.set(xlim=(0, page.width), ylim=(page.y - style.PAD, 0))
+        page.axes.axis("off")
+        style.save_figure(figure, path)
 
 
-class _Card:
-    """Card of one kind of host: its GPUs, NICs, links and warnings."""
+class _Page:
+    """Page that grows downwards from y = 0; the unit of its axes is an inch."""
 
-    def __init__(self, group: GroupView, colour: str) -> None:
-        self.group, self.colour = group, colour
-        self.gpus = min(group.gpus or 0, MAX_GPUS)
-        self.title = group.hosts + (f"   {len(group.names)} hosts" if len(group.names) > 1 else "")
-        hardware = [*group.host_words, group.gpu_words if group.gpus else "no GPU"]
-        if group.slots:
-            hardware.append(f"{group.slots} slot(s)")
-        self.lines: list[Line] = [(" · ".join(hardware), INK)]
-        if group.nvswitch or group.nvlink_pairs:
-            self.lines.append(
-                ("GPUs joined by NVSwitch" if group.nvswitch else "GPUs joined in pairs by NVLink", NVLINK)
-            )
-        self.lines += [_link_line(link) for link in group.inside]
-        self.lines += [(rule.text.partition(";")[0], AMBER) for rule in group.rules if not rule.kept]
-        self.width = max(
-            self.gpus * (CELL + GAP) + 2 * PAD, len(group.nics) * 1.1 + 2 * PAD, 0.115 * len(self.title) + 0.6, 3.6,
-            0.079 * max(len(text) for text, _ in self.lines) + 2 * PAD,
-        )  # fmt: skip
-        self.height = (
-            0.6 + (CELL + GAP) * bool(self.gpus) + 0.65 * bool(group.nics) + LINE_HEIGHT * len(self.lines) + 0.1
-        )
+    def __init__(self, axes: Any) -> None:
+        self.axes = axes
+        self.y, self.width = -style.PAD, 6.0
+        self.switches: dict[str, SwitchView] = {}
+        self.upper_edges: dict[str, tuple[float, float]] = {}  # of drawn switches, their middle
 
-    def draw(self, axes: Any, left: float, top: float) -> None:
-        draw_box(axes, left, top - self.height, self.width, self.height, PANEL, LINE)
-        x, y = left + PAD, top - 0.3
-        axes.text(x, y, self.title, size=12.5, weight="bold", color=self.colour, va="center")
-        y -= 0.25
-        for gpu in range(self.gpus):
-            at = x + gpu * (CELL + GAP)
-            draw_box(axes, at, y - CELL, CELL, CELL, self.colour, self.colour, radius=0.06)
-            _centre(axes, at + CELL / 2, y - CELL / 2, f"GPU\n{gpu}", 9, PAPER)
-        y -= (CELL + GAP) * bool(self.gpus)
-        for number, nic in enumerate(self.group.nics):
-            colour = NETWORKS.get(nic.kind, GREY)
+    def write(self, text: str, colour: str, size: float = 9.5) -> None:
+        """Write a line of text; `size` in points."""
+        self.axes.text(style.PAD, self.y, text, size=size, weight="bold" if size > 10 else None, color=colour, va="top")
+        self.y -= 0.026 * size
+        self.width = max(self.width, 0.009 * size * len(text) + 2 * style.PAD)
+
+    def write_more(self, count: int, what: str) -> None:
+        if count > MAX_ITEMS:
+            self.write(f"and {count - MAX_ITEMS} more {what}", style.GREY)
+
+    def draw_group(self, group: GroupView, colour: str) -> None:
+        """Draw a kind of host: its GPUs as boxes; hardware, NICs, links and failed hardware checks as text."""
+        self.y -= style.PAD
+        top, cell = self.y, style.CELL + style.GAP
+        self.write(group.hosts + (f"   {len(group.names)} hosts" if len(group.names) > 1 else ""), colour, 12.5)
+        gpus = min(group.gpus or 0, 2 * MAX_ITEMS)
+        for gpu in range(gpus):
+            self._box(style.PAD + gpu * cell, self.y, style.CELL, style.CELL, f"GPU\n{gpu}", colour, style.PAPER)
+        self.y -= cell * bool(gpus)
+        self.width = max(self.width, gpus * cell + 2 * style.PAD)
+        slots = [f"{group.slots} slot(s)"] if group.slots else []
+        self.write(" · ".join([*group.host_words, group.gpu_words if group.gpus else "no GPU", *slots]), style.INK)
+        for nic in group.nics:
             rate = f"{nic.count} x {nic.text}" if nic.count > 1 else nic.text
-            draw_box(axes, x + 1.1 * number, y - 0.5, 1.0, 0.5, colour if nic.gpudirect else PAPER, colour, radius=0.05)
-            size = fitted_font_size(max(nic.names, rate, key=len), 1.0, 8.5)
-            _centre(
-                axes, x + 1.1 * number + 0.5, y - 0.25, f"{nic.names}\n{rate}", size, PAPER if nic.gpudirect else colour
-            )
-        y -= 0.65 * bool(self.group.nics)
-        _draw_lines(axes, self.lines, x, y - 0.1)
+            self.write(f"{nic.names}: {rate} {nic.kind}{', GPUDirect RDMA' if nic.gpudirect else ''}", style.INK)
+        if group.nvswitch or group.nvlink_pairs:
+            self.write(f"GPUs connected {'by NVSwitch' if group.nvswitch else 'in pairs by NVLink'}", style.NVLINK)
+        for link in group.inside:
+            self.write(*_link_line(link))
+        for rule in group.rules:
+            if not rule.kept:
+                self.write(rule.text.partition(";")[0], style.AMBER)
+        self.axes.plot([style.PAD / 2] * 2, [top, self.y], color=colour, lw=3)
 
-
-class _Network:
-    """Drawing of the switches with their hosts, and the links between hosts as text."""
-
-    def __init__(self, view: View) -> None:
-        self.by_name = {switch.name: switch for switch in view.switches}
-        self.tops = [switch for switch in view.switches if switch.top]
-        leaves = [switch for switch in view.switches if switch.names]
-        self.racks = [(switch.name, switch.names) for switch in leaves[:MAX_RACKS]]
-        named = {name for switch in leaves for name in switch.names}
+    def draw_network(self, view: View) -> None:
+        """Draw racks with the switches above them, and write the links between hosts."""
+        self.y -= style.PAD
+        self.write("Network", style.INK, 12.5)
+        self.switches = {switch.name: switch for switch in view.switches}
+        leaves = [(switch.name, switch.names) for switch in view.switches if switch.names]
+        named = {name for _, names in leaves for name in names}
         rest = tuple(name for group in view.groups for name in group.names if name not in named)
-        if rest:
-            self.racks.append(("no switch described" if leaves else "network", rest))
-        self.lines = [_link_line(link) for link in view.between[:MAX_LINKS]]
-        if len(leaves) > MAX_RACKS:
-            self.lines.insert(0, (f"and {len(leaves) - MAX_RACKS} more racks", GREY))
-        self.is_drawn = view.hosts > 1 or bool(view.switches)
-        levels = max((self._depth(switch) for switch in self.tops), default=1)
-        self.rise = LEVEL_HEIGHT * (levels - 1)
-        longest = max((len(text) for text, _ in self.lines), default=0)
-        self.width = max(len(self.racks) * RACK_WIDTH, 0.085 * longest) + 0.6
-        self.height = (0.4 + self.rise + 0.9 + LINE_HEIGHT * len(self.lines)) if self.is_drawn else 0.0
-
-    def draw(self, axes: Any, left: float, top: float) -> None:
-        if not self.is_drawn:
-            return
-        axes.text(left, top - 0.12, "Network", size=12.5, weight="bold", color=INK, va="center")
-        y = top - 0.4 - self.rise
-        places: dict[str, tuple[float, float]] = {}
-        for number, (name, hosts) in enumerate(self.racks):
-            centre = left + RACK_WIDTH * (number + 0.5)
-            draw_box(axes, centre - RACK_WIDTH / 2 + 0.1, y - 0.6, RACK_WIDTH - 0.2, 0.6, PANEL, LINE)
-            _centre(axes, centre, y - 0.18, truncated_label(name, RACK_WIDTH - 0.2), 10, INK)
-            label = truncated_label(f"{len(hosts)}: {shown_hosts(hosts)}", RACK_WIDTH - 0.2)
-            _centre(axes, centre, y - 0.42, label, 8, GREY)
-            places[name] = (centre, y)
-        for switch in self.tops:
-            self._draw_switch(axes, switch, places, top - 0.4)
-        _draw_lines(axes, self.lines, left, y - 0.8)
-
-    def _draw_switch(
-        self, axes: Any, switch: SwitchView, places: dict[str, tuple[float, float]], y: float
-    ) -> tuple[float, float] | None:
-        """Draw a switch above those below it; return the middle of its upper edge, None if nothing below is drawn."""
-        if switch.name in places:
-            return places[switch.name]
-        lower = [
-            (self.by_name[name], self._draw_switch(axes, self.by_name[name], places, y - LEVEL_HEIGHT))
-            for name in switch.switches
-        ]
-        drawn = [(each, at) for each, at in lower if at]
-        if not drawn:
-            return None
-        x = sum(at[0] for _, at in drawn) / len(drawn)
-        for each, (at_x, at_y) in drawn:
-            colour = AMBER if each.oversubscription > 1 else GREY
-            axes.plot([x, at_x], [y - 0.32, at_y], color=colour, lw=2, zorder=0)
-            uplink = format_rate(each.uplink_bytes_per_second, digits=3) if each.uplink_bytes_per_second else ""
-            ratio = f"{each.oversubscription:g}:1" if each.oversubscription > 1 else ""
-            _centre(
-                axes,
-                x + (at_x - x) * 0.62,
-                y - 0.32 + (at_y - y + 0.32) * 0.62,
-                f"{uplink}\n{ratio}".strip(),
-                8.5,
-                colour,
-                background=True,
-            )
-        draw_box(axes, x - 0.8, y - 0.32, 1.6, 0.32, INK, INK, radius=0.05)
-        _centre(axes, x, y - 0.16, truncated_label(switch.name, 1.6), 10, PAPER)
-        places[switch.name] = (x, y)
-        return places[switch.name]
+        racks = leaves[:MAX_ITEMS] + [("no switch described" if leaves else "network", rest)] * bool(rest)
+        tops = [switch for switch in view.switches if switch.top]
+        top, width = self.y, 2.2
+        self.y -= 1.05 * (max(map(self._depth, tops), default=1) - 1)
+        for number, (name, hosts) in enumerate(racks):
+            words = [style.truncated_label(text, width) for text in (name, f"{len(hosts)}: {shown_hosts(hosts)}")]
+            x = style.PAD + number * width
+            edge = self._box(x, self.y, width - style.GAP, 0.6, "\n".join(words), style.PANEL, style.INK)
+            self.upper_edges[name] = edge
+        for switch in tops:
+            self._draw_switch(switch, top)
+        self.y -= 0.6 + style.PAD
+        self.width = max(self.width, len(racks) * width + style.PAD)
+        self.write_more(len(leaves), "racks")
+        for link in view.between[:MAX_ITEMS]:
+            self.write(*_link_line(link))
 
     def _depth(self, switch: SwitchView) -> int:
-        return 1 + max((self._depth(self.by_name[name]) for name in switch.switches), default=0)
+        return 1 + max((self._depth(self.switches[name]) for name in switch.switches), default=0)
+
+    def _draw_switch(self, switch: SwitchView, y: float) -> None:
+        """Draw a switch above those below it, unless none of them is drawn."""
+        for name in switch.switches:
+            self._draw_switch(self.switches[name], y - 1.05)
+        below = [self.switches[name] for name in switch.switches if name in self.upper_edges]
+        if not below or switch.name in self.upper_edges:
+            return
+        x = sum(self.upper_edges[lower.name][0] for lower in below) / len(below)
+        for lower in below:
+            to_x, to_y = self.upper_edges[lower.name]
+            colour = style.AMBER if lower.oversubscription > 1 else style.GREY
+            self.axes.plot([x, to_x], [y - 0.32, to_y], color=colour, lw=2, zorder=0)
+            rate = format_rate(lower.uplink_bytes_per_second, digits=3) if lower.uplink_bytes_per_second else ""
+            label = f"{rate}\n{lower.oversubscription:g}:1" if lower.oversubscription > 1 else rate
+            self._text(x + (to_x - x) * 0.62, y - 0.32 + (to_y - y + 0.32) * 0.62, label.strip(), colour, style.PAPER)
+        name = style.truncated_label(switch.name, 1.6)
+        self.upper_edges[switch.name] = self._box(x - 0.8, y, 1.6, 0.32, name, style.INK, style.PAPER)
+
+    def _box(
+        self, x: float, top: float, width: float, height: float, text: str, face: str, ink: str
+    ) -> tuple[float, float]:
+        """Draw a box with a text in its middle; return the middle of its upper edge."""
+        style.draw_box(self.axes, x, top - height, width, height, face, style.LINE)
+        self._text(x + width / 2, top - height / 2, text, ink, face)
+        return x + width / 2, top
+
+    def _text(self, x: float, y: float, text: str, ink: str, face: str) -> None:
+        """Write a text with its middle at a point; its background hides the line behind it."""
+        box = {"facecolor": face, "edgecolor": "none", "pad": 1.0}
+        self.axes.text(x, y, text, size=8.5, weight="bold", color=ink, ha="center", va="center", bbox=box)
 
 
-def _centre(axes: Any, x: float, y: float, text: str, size: float, colour: str, *, background: bool = False) -> None:
-    # The background hides the line behind a label.
-    box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2} if background else None
-    axes.text(x, y, text, size=size, weight="bold", color=colour, ha="center", va="center", linespacing=1.2, bbox=box)
-
-
-def _draw_lines(axes: Any, lines: list[Line], x: float, y: float) -> None:
-    for number, (text, colour) in enumerate(lines):
-        axes.text(x, y - LINE_HEIGHT * number, text, size=9.5, color=colour, va="center")
-
-
-def _link_line(link: LinkView) -> Line:
+def _link_line(link: LinkView) -> tuple[str, str]:
+    """Describe a class of links; return the text and its colour."""
     rate = format_rate(link.bandwidth_bytes_per_second, digits=3)
     text = f"{link.name}:  {link.text}  {rate} {'measured' if link.origin == 'measured' else 'usable'}"
     if link.oversubscription > 1 and link.shared_bytes_per_second:
         shared = format_rate(link.shared_bytes_per_second, digits=3)
         text += f", {shared} a host when all send ({link.oversubscription:g}:1)"
-    return text, GREEN if link.origin == "measured" else INK
+    return text, style.GREEN if link.origin == "measured" else style.INK
