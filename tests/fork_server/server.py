@@ -50,6 +50,7 @@ def become(request, descriptors):
     del os.environ["TEST_FORK_SERVER"]
     os.chdir(request["directory"])
     os.sched_setaffinity(0, request["cpus"])
+    os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
     for limit, value in request["limits"]:
         resource.setrlimit(limit, tuple(value))
     sys.stdin = open(0, closefd=False)

@@ -39,6 +39,7 @@ def stand_in(path, words):
         "pid": os.getpid(), "words": words, "environ": dict(os.environ), "directory": os.getcwd(), "path": sys.path,
         "unbuffered": "-u" in sys.orig_argv[:3] or bool(os.environ.get("PYTHONUNBUFFERED")), "descriptors": descriptors,
         "limits": [(limit, resource.getrlimit(limit)) for limit in limits], "cpus": list(os.sched_getaffinity(0)),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }  # fmt: skip
     waiting = []
     forwarded = (
