@@ -493,10 +493,9 @@ def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
 
 @pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])
 def test_another_network_is_advised_only_where_one_can_be_chosen(monkeypatch, engine, advice):
-    monkeypatch.setattr("distrib_launch.rank_agent.control_channel.CONNECT_SECONDS", 0.1)
     monkeypatch.setenv(engine, "0")
     with pytest.raises(SystemExit) as refused:
-        connect_to_launcher("127.0.0.1:1", "token")
+        connect_to_launcher("127.0.0.1:1", "token", timeout_seconds=0.1)
     assert ("--interface" in str(refused.value)) == advice
 
 

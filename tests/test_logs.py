@@ -127,25 +127,23 @@ def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_pa
     assert Path(tmp_path / "run/ranks/0.out").read_bytes() == b"10 %\r50 %\r100 %\nno newline"
 
 
-def test_how_far_a_progress_bar_is_is_shown_now_and_then(monkeypatch):
-    monkeypatch.setattr(console, "BAR_SECONDS", 0.0)
+def test_how_far_a_progress_bar_is_is_shown_now_and_then():
     streams = io.StringIO(), io.StringIO()
-    terminal = console.Console(["n1", "n1"], streams=streams)
+    terminal = console.Console(["n1", "n1"], streams=streams, settings=console.ConsoleSettings(bar_seconds=0.0))
     for drawn in (b"\r 10%", b"\r 20%", b"\r 20%"):
         terminal.rank_output(1, 2, b"\r  0%")
         terminal.rank_output(0, 2, drawn)
         time.sleep(0.01)
         terminal.tick()
-    monkeypatch.setattr(console, "BAR_SECONDS", 600.0)
+    terminal._settings = console.SETTINGS
     terminal.rank_output(0, 2, b"\r100%\n")
     terminal.close()
     assert streams[1].getvalue().splitlines() == ["[0@n1]  10%", "[0@n1]  20%", "[0@n1] 100%"]
     assert streams[0].getvalue() == ""
 
 
-def test_a_progress_bar_within_another_is_drawn_on_no_line_of_its_own(monkeypatch):
+def test_a_progress_bar_within_another_is_drawn_on_no_line_of_its_own():
     """tqdm moves one line down, draws the inner bar and moves up again, with a terminal or without."""
-    monkeypatch.setattr(console, "BAR_SECONDS", 600.0)
     terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))
     for epoch in range(2):
         terminal.rank_output(0, 2, b"\repoch %d" % epoch)

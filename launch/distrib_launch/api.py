@@ -19,8 +19,6 @@ from distrib_launch.arguments.options import option_words
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
 
-FUNCTION_LIMIT_BYTES = 1 << 30
-"""Largest pickle of a function with its arguments."""
 NOT_HERE = ("dry-run", "json", "version", "help", "module")
 """Options of the command that `run` does not accept."""
 
@@ -113,7 +111,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> 
             f"{name} cannot be sent to other processes: {error}",
             hint="open files, locks and connections inside the function, not outside",
         ) from error
-    if len(call) > FUNCTION_LIMIT_BYTES:
+    if len(call) > 1 << 30:
         raise ConfigError(
             f"{name} with its arguments and what it refers to is {len(call) >> 20} MiB",
             hint="have the function read its data itself",

@@ -1,6 +1,6 @@
 """Terminal output of a job: tagged whole lines of the ranks, and messages of the launcher, written by a thread.
 
-A terminal that accepts nothing (Ctrl-S, a stuck ssh) must not stop the job. Its output waits in memory; beyond `BACKLOG_BYTES`
+A terminal that accepts nothing (Ctrl-S, a stuck ssh) must not stop the job. Its output waits in memory; beyond `backlog_bytes`
 lines are dropped and their number is reported. The files under `ranks/` are always complete.
 """
 
@@ -19,40 +19,41 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+import msgspec
+
 from distrib.errors import LaunchError
 from distrib.utils import log
 from distrib.utils.ranges import ranges
 
-BACKLOG_BYTES = 64 << 20
-"""Output kept in memory for a slow terminal; further lines are dropped."""
-PATIENCE_SECONDS = 5.0
-"""Time that `Console.close` waits for a terminal that accepts nothing."""
-
-LINE_LIMIT_BYTES = 1 << 20
-"""Longest line that is shown whole; a longer one is shown in pieces."""
-
-ALONE_LIMIT_BYTES = 16 << 20
-"""The same if only one rank is shown: the first record of a probe describes all hosts in one line."""
-
-BAR_SECONDS = 10.0
-"""Interval at which an unfinished progress bar is shown; ten times as long if the output is not a terminal."""
-
-FOLD_SECONDS = 0.1
-"""Time that a line waits for the same line of other ranks."""
-FOLD_LIMIT_LINES = 2000
-"""Largest number of waiting lines."""
-
 LOG_TIME = re.compile(rb"^\[([IWE])\d{3,4} [\d:.]+ ")
 """Prefix of torch's log lines, with a time that differs between ranks in otherwise equal lines."""
-
-RANK = re.compile(rb"^\[rank(\d+)\]: ?")
-"""Prefix of torch's tracebacks; it is removed, because the line's tag names the rank."""
 
 UP = b"\x1b[A"
 """Escape sequence that moves the cursor to the line above."""
 
-COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
-"""SGR codes of the tags, by rank modulo their number."""
+
+class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and times of the terminal output."""
+
+    backlog_bytes: int = 64 << 20
+    """Output kept in memory for a slow terminal; further lines are dropped."""
+    close_seconds: float = 5.0
+    """Time that `Console.close` waits for a terminal that accepts nothing."""
+    line_limit_bytes: int = 1 << 20
+    """Longest line that is shown whole; a longer one is shown in pieces."""
+    single_rank_limit_bytes: int = 16 << 20
+    """The same if only one rank is shown: the first record of a probe describes all hosts in one line."""
+    bar_seconds: float = 10.0
+    """Interval at which an unfinished progress bar is shown; ten times as long if the output is not a terminal."""
+    dedup_seconds: float = 0.1
+    """Time that a line waits for the same line of other ranks."""
+    dedup_limit_lines: int = 2000
+    """Largest number of waiting lines."""
+    colors: tuple[int, ...] = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+    """SGR codes of the tags, by rank modulo their number."""
+
+
+SETTINGS = ConsoleSettings()
 
 
 def _without_way_up(bar: bytes) -> bytes:
@@ -71,7 +72,7 @@ class _Line:
         self.number, self.key, self.text, self.ranks, self.time = number, key, text, [rank], time.monotonic()
 
 
-class Folder:
+class LineDeduplicator:
     """Deduplication of lines: merges equal lines of several ranks, whose times and rank prefixes may differ.
 
     Lines of one rank stay in their order.
@@ -90,8 +91,9 @@ class Folder:
             rank: Global rank.
             text: Line without its end.
         """
-        if (named := RANK.match(text)) and int(named[1]) == rank:
-            text = text[named.end() :]
+        prefix = b"[rank%d]:" % rank  # of torch's tracebacks; the tag names the rank
+        if text.startswith(prefix):
+            text = text.removeprefix(prefix).removeprefix(b" ")
         key = LOG_TIME.sub(rb"[\1 ", text)
         same = self._by_key.setdefault(key, deque())
         last = self._last.get(rank, -1)
@@ -114,12 +116,15 @@ class Folder:
             all_of_them: True to return all lines at once.
             among: Number of ranks; a line that all of them printed is due.
         """
-        old = time.monotonic() - FOLD_SECONDS
+        old = time.monotonic() - SETTINGS.dedup_seconds
         taken = []
         while self._waiting:
             line = self._waiting[0]
             if not (
-                all_of_them or line.time < old or len(line.ranks) >= among or len(self._waiting) > FOLD_LIMIT_LINES
+                all_of_them
+                or line.time < old
+                or len(line.ranks) >= among
+                or len(self._waiting) > SETTINGS.dedup_limit_lines
             ):
                 break
             taken.append(self._waiting.popleft())
@@ -142,6 +147,7 @@ class Console:
         show_rank: Rank whose output is shown; None: all.
         dedup: True to merge equal lines of several ranks.
         streams: Replacements of standard output and error, as in a notebook.
+        settings: Limits and times.
     """
 
     def __init__(
@@ -153,14 +159,16 @@ class Console:
         show_rank: int | None = None,
         dedup: bool = True,
         streams: tuple[TextIO, TextIO] | None = None,
+        settings: ConsoleSettings = SETTINGS,
     ) -> None:
+        self._settings = settings
         self._hosts = hosts
         self._quiet, self._status_lines = quiet, status_lines
         self._show_rank = show_rank
-        self._line_limit_bytes = LINE_LIMIT_BYTES if show_rank is None else ALONE_LIMIT_BYTES
-        self._folders = {1: Folder(), 2: Folder()} if dedup and len(hosts) > 1 and show_rank is None else {}
+        self._line_limit_bytes = settings.line_limit_bytes if show_rank is None else settings.single_rank_limit_bytes
+        self._deduplicators = {1: LineDeduplicator(), 2: LineDeduplicator()} if dedup and len(hosts) > 1 and show_rank is None else {}
         self._streams = streams
-        self._colour = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
+        self._color = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
         self._tags: dict[tuple[int, int], bytes] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
         self._bar = b""
@@ -239,8 +247,8 @@ class Console:
         """
         if not all_of_them:
             self._show_bar()
-        for descriptor, folder in self._folders.items():
-            lines = folder.take(all_of_them=all_of_them, among=len(self._hosts))
+        for descriptor, deduplicator in self._deduplicators.items():
+            lines = deduplicator.take(all_of_them=all_of_them, among=len(self._hosts))
             if lines:
                 self._put(descriptor, b"".join(self._tag(line.ranks, descriptor) + line.text + b"\n" for line in lines))
 
@@ -254,7 +262,7 @@ class Console:
         left = self._queued_bytes + 1
         while self._thread.is_alive() and self._queued_bytes < left:
             left = self._queued_bytes
-            self._thread.join(timeout=PATIENCE_SECONDS)
+            self._thread.join(timeout=self._settings.close_seconds)
 
     def _show(self, rank: int, descriptor: int, whole: bytes) -> None:
         if UP in whole:
@@ -265,18 +273,18 @@ class Console:
             whole = b"\n".join(lines)
         if b"\r" in whole:  # a progress bar: show its last state on each line
             whole = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole.split(b"\n"))
-        if not self._folders:
+        if not self._deduplicators:
             tag = self._tag([rank], descriptor)
             self._put(descriptor, tag + whole.replace(b"\n", b"\n" + tag) + b"\n")
             return
-        folder = self._folders[descriptor]
+        deduplicator = self._deduplicators[descriptor]
         for line in whole.split(b"\n"):
-            folder.add(rank, line)
+            deduplicator.add(rank, line)
         self.tick()
 
     def _show_bar(self) -> None:
         """Show the progress bar of the lowest rank that draws one, if the interval is over and it has changed."""
-        pause_seconds = BAR_SECONDS if self._streams or os.isatty(2) else 10 * BAR_SECONDS
+        pause_seconds = self._settings.bar_seconds * (1 if self._streams or os.isatty(2) else 10)
         if time.monotonic() - self._bar_at <= pause_seconds:
             return
         self._bar_at = time.monotonic()
@@ -289,20 +297,20 @@ class Console:
 
     def _tag(self, ranks: list[int], descriptor: int) -> bytes:
         if len(ranks) > 1:
-            tag, colour = f"[{ranges(ranks)}] ", 1
+            tag, color = f"[{ranges(ranks)}] ", 1
         else:
-            key = (ranks[0], descriptor)
+            key, colors = (ranks[0], descriptor), self._settings.colors
             if key in self._tags:
                 return self._tags[key]
-            tag, colour = f"[{ranks[0]}@{self._hosts[ranks[0]]}] ", COLOURS[ranks[0] % len(COLOURS)]
-        text = f"\x1b[{colour}m{tag}\x1b[0m" if self._colour[descriptor] else tag
+            tag, color = f"[{ranks[0]}@{self._hosts[ranks[0]]}] ", colors[ranks[0] % len(colors)]
+        text = f"\x1b[{color}m{tag}\x1b[0m" if self._color[descriptor] else tag
         if len(ranks) == 1:
             self._tags[key] = text.encode()
         return text.encode()
 
     def _put(self, descriptor: int, data: bytes, *, own: bool = False) -> None:
         with self._changed:
-            if self._queued_bytes + len(data) > BACKLOG_BYTES and not own:
+            if self._queued_bytes + len(data) > self._settings.backlog_bytes and not own:
                 self._dropped_lines += data.count(b"\n")
                 return
             self._note_dropped()

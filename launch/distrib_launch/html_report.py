@@ -26,8 +26,7 @@ figure { margin: 0; } svg { max-width: 100%; height: auto; } .grey { color: #697
 """
 
 MAX_RANKS = 512
-MAX_CURVES = 6
-"""Metrics that are drawn."""
+"""Ranks that the page lists."""
 
 
 def write_report(plan: LaunchPlan, result: Result, run_dir: Path, started: float) -> None:
@@ -164,7 +163,7 @@ def _metrics(path: Path) -> list[str]:
     drawn = {name: values for name, values in curves.items() if len(values) > 1}
     if not drawn:
         return []
-    return ["<h2>Metrics</h2>", *(_curve(name, drawn[name]) for name in list(drawn)[:MAX_CURVES])]
+    return ["<h2>Metrics</h2>", *(_curve(name, drawn[name]) for name in list(drawn)[:6])]
 
 
 def _curve(name: str, values: Sequence[float]) -> str:

@@ -22,14 +22,6 @@ from distrib_launch.preflight.check_result import fold_by_host
 
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
 """Patterns of files and folders that are not copied."""
-AT_ONCE = 16
-"""Number of hosts that are served at the same time."""
-SILENCE_SECONDS = 60
-"""Value of rsync's `--timeout`: time without data after which it gives up."""
-LOOK_SECONDS = 0.2
-"""Interval at which a waiting thread looks for an interruption."""
-LOST_CONNECTION = (10, 12, 30, 35, 255)
-"""Exit codes for a broken connection: those of rsync(1), EXIT VALUES, and ssh's 255."""
 ABOUT_THE_CONNECTION = "io timeout|unexpectedly closed|Broken pipe|reset by peer|write error|read error"
 """Pattern of rsync's messages about a broken connection."""
 
@@ -113,7 +105,7 @@ def sync(
         except _Refused as why:
             return why
 
-    pool = ThreadPoolExecutor(max_workers=AT_ONCE)
+    pool = ThreadPoolExecutor(max_workers=16)
     try:
         told = list(pool.map(bring, others))
     except BaseException:  # the pool waits for its threads, which must end first
@@ -142,7 +134,7 @@ def _bring(
     path = f"{folder}/"
     target = f"[{host}]:{path}" if ":" in host else f"{host}:{path}"
     command = [
-        "rsync", "--archive", "--compress", "--stats", "--protect-args", f"--timeout={SILENCE_SECONDS}", *words,
+        "rsync", "--archive", "--compress", "--stats", "--protect-args", "--timeout=60", *words,
         f"--rsh={_rsh(ssh)}", f"--rsync-path=mkdir -p {shlex.quote(str(folder))} && rsync", "--", path, target,
     ]  # fmt: skip
     with subprocess.Popen(
@@ -151,7 +143,7 @@ def _bring(
     ) as process:  # fmt: skip
         while True:
             try:
-                out, err = process.communicate(timeout=LOOK_SECONDS)
+                out, err = process.communicate(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
                 if interrupted.is_set():
@@ -194,7 +186,7 @@ def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, st
     own = [line for line in said if line.startswith("rsync:") and not re.search(ABOUT_THE_CONNECTION, line)]
     if own:
         return own[0], f"rsync's exit code is {code}"
-    if code in LOST_CONNECTION:
+    if code in (10, 12, 30, 35, 255):  # a broken connection: rsync(1), EXIT VALUES, and ssh's 255
         return (others or said)[-1], f"try: {shlex.join([*ssh, host, 'true'])}"
     return said[-1], f"rsync's exit code is {code}"
 

@@ -25,9 +25,6 @@ PREFLIGHT = "preflight.json"
 ATTEMPT = "attempt"
 """Prefix of the folders of starts that failed."""
 
-MAX_STEM_LENGTH = 100
-"""Characters of a script's name in that of its run directory: file names have 255 at most."""
-
 
 def choose_run_dir(wanted: str | None, script: str) -> Path:
     """Return the run directory.
@@ -38,7 +35,8 @@ def choose_run_dir(wanted: str | None, script: str) -> Path:
     """
     if wanted:
         return files.absolute_path(wanted)
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name)[:MAX_STEM_LENGTH] or "script"
+    # File names have 255 characters at most.
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name)[:100] or "script"
     base = files.absolute_path("distrib-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
     return next(path for n in range(10_000) if not files.exists(path := Path(f"{base}-{n}" if n else base)))
 

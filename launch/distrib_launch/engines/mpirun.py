@@ -123,7 +123,7 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     If hosts have different interpreters, a shell selects one by the rank's number. Separate contexts of mpirun cannot: they
     take the end of an address with colons for a number of slots.
     """
-    runner = ("-m", "distrib_launch.rank_agent", *([daemonize.FLAG] if plan.mode == "async" else []))
+    runner = ("-m", "distrib_launch.rank_agent", *([daemonize.DETACH_OPTION] if plan.mode == "async" else []))
     ranks: dict[str, list[str]] = {}
     programs = {host.name: host.python for host in plan.hosts}
     for number, rank in enumerate(plan.started):

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
 from distrib.utils.framing import ProtocolError
@@ -34,25 +34,27 @@ from distrib_launch.rank_agent.control_channel import (
 from distrib_launch.rank_agent.script_process import Refused, ScriptProcess
 from distrib_launch.rank_agent.stack_dump import StackDumper
 
-HEARTBEAT_SECONDS = 1.0
-"""Interval of the heartbeats to the launcher."""
-LAUNCHER_SILENCE_SECONDS = 6.0
-"""Time after which a rank that cannot reach the launcher ends: longer than a few lost packets, short enough to free the host."""
 
-LOST_GRACE_SECONDS = 2.0
-"""Time between SIGTERM and SIGKILL if the launcher is lost."""
+class AgentSettings(NamedTuple):
+    """Times and limits of the agent."""
 
-BUFFER_LIMIT_BYTES = 16 << 20
-"""Limit of the output that waits for a slow network; beyond it the script blocks in its `print`."""
+    heartbeat_seconds: float = 1.0
+    """Interval of the heartbeats to the launcher."""
+    launcher_silence_seconds: float = 6.0
+    """Time after which a rank that cannot reach the launcher ends: longer than a few lost packets, short enough to free the host."""
+    lost_grace_seconds: float = 2.0
+    """Time between SIGTERM and SIGKILL if the launcher is lost."""
+    buffer_limit_bytes: int = 16 << 20
+    """Limit of the output that waits for a slow network; beyond it the script blocks in its `print`."""
+    drain_seconds: float = 2.0
+    """Longest time for the rest of the output of a script that has ended."""
+    rejoin_limit_seconds: float = 3600.0
+    """Time in which a rank that was cut off tries to rejoin a job that continues without it."""
+    rejoin_interval_seconds: float = 2.0
+    """Time between two attempts to rejoin."""
 
-DRAIN_SECONDS = 2.0
-"""Longest time for the rest of the output of a script that has ended."""
 
-REJOIN_LIMIT_SECONDS = 3600.0
-"""Time in which a rank that was cut off tries to rejoin a job that continues without it."""
-
-REJOIN_INTERVAL_SECONDS = 2.0
-"""Time between two attempts to rejoin."""
+SETTINGS = AgentSettings()
 
 
 class RankAgent:
@@ -68,7 +70,7 @@ class RankAgent:
         self._token = environ[DISTRIB_TOKEN]
         self._channel = connect_to_launcher(environ[DISTRIB_CONTROL], self._token)
         self._launcher = self._channel.sock.getpeername()[:2]
-        self._silence = SilenceMonitor(self._channel.sock, LAUNCHER_SILENCE_SECONDS)
+        self._silence = SilenceMonitor(self._channel.sock, SETTINGS.launcher_silence_seconds)
         self._said_hello = False
         self._port = reserve_port()
         self._selector = selectors.DefaultSelector()
@@ -118,7 +120,7 @@ class RankAgent:
                     self._said_hello = True
                 elif now >= next_beat:
                     self._channel.send(Kind.HEARTBEAT, {"time": time.time()})
-                    next_beat = now + HEARTBEAT_SECONDS
+                    next_beat = now + SETTINGS.heartbeat_seconds
             self._flush()
             if script := self._running:
                 if script.has_ended:
@@ -208,24 +210,24 @@ class RankAgent:
             self._selector.unregister(self._channel.sock)
         self._stopped_by = "lost"
         if script := self._running:
-            self._stop("lost", signal.SIGTERM, LOST_GRACE_SECONDS)
-            deadline = time.monotonic() + LOST_GRACE_SECONDS
+            self._stop("lost", signal.SIGTERM, SETTINGS.lost_grace_seconds)
+            deadline = time.monotonic() + SETTINGS.lost_grace_seconds
             while not script.has_ended and time.monotonic() < deadline:
                 time.sleep(0.02)
         if not self._may_return or refused:
             self._done = True
         elif self._is_away:  # the network broke again
-            self._rejoin_at = time.monotonic() + REJOIN_INTERVAL_SECONDS
+            self._rejoin_at = time.monotonic() + SETTINGS.rejoin_interval_seconds
         else:
             self._rejoin_at = time.monotonic()
             self._engine_pid = os.getppid()
-            self._give_up_at = self._rejoin_at + REJOIN_LIMIT_SECONDS
+            self._give_up_at = self._rejoin_at + SETTINGS.rejoin_limit_seconds
 
     def _rejoin(self) -> None:
         """Try to reconnect; the launcher sends a new assignment, or closes the connection."""
-        self._rejoin_at = time.monotonic() + REJOIN_INTERVAL_SECONDS
+        self._rejoin_at = time.monotonic() + SETTINGS.rejoin_interval_seconds
         try:
-            sock = socket.create_connection(self._launcher, timeout=REJOIN_INTERVAL_SECONDS)
+            sock = socket.create_connection(self._launcher, timeout=SETTINGS.rejoin_interval_seconds)
         except ConnectionRefusedError:
             self._done = True
             return
@@ -238,7 +240,7 @@ class RankAgent:
             self._script = None
         self._channel.close()
         self._channel = Channel(sock, self._token, listener=False)
-        self._silence = SilenceMonitor(sock, LAUNCHER_SILENCE_SECONDS)
+        self._silence = SilenceMonitor(sock, SETTINGS.launcher_silence_seconds)
         self._selector.register(sock, selectors.EVENT_READ, self._on_messages)
 
     # -- the script ---------------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ class RankAgent:
         self._stopped_by, self._kill_at, self._sent_exit = "", float("inf"), False
         self._grace_seconds = assignment.grace_seconds
         self._may_return, self._give_up_at = assignment.may_return, float("inf")
-        silence_seconds = max(LAUNCHER_SILENCE_SECONDS, 2 * assignment.host_timeout_seconds)
+        silence_seconds = max(SETTINGS.launcher_silence_seconds, 2 * assignment.host_timeout_seconds)
         self._silence = SilenceMonitor(self._channel.sock, silence_seconds)
         environ = {**self._environ, **assignment.environment}
         if DISTRIB_SERVERS in environ:
@@ -278,7 +280,7 @@ class RankAgent:
         """End the script's remaining processes, send the rest of its output, its result and its exit record."""
         ended = time.time()
         code = script.end()
-        deadline = time.monotonic() + DRAIN_SECONDS
+        deadline = time.monotonic() + SETTINGS.drain_seconds
         while time.monotonic() < deadline and script.read_rest() and self._flush(wait=True):
             pass
         for chunk in script.result_chunks():
@@ -321,7 +323,7 @@ class RankAgent:
             return False
         try:
             self._send_pending()
-            while wait and self._channel.waiting_bytes > BUFFER_LIMIT_BYTES // 2:
+            while wait and self._channel.waiting_bytes > SETTINGS.buffer_limit_bytes // 2:
                 with selectors.DefaultSelector() as writable:
                     writable.register(self._channel.sock, selectors.EVENT_WRITE)
                     writable.select(SilenceMonitor.LOOK_SECONDS)
@@ -335,7 +337,7 @@ class RankAgent:
         if self._selector.get_key(self._channel.sock).events != events:
             self._selector.modify(self._channel.sock, events, self._on_messages)
         if self._script:
-            self._script.set_reading(enabled=waiting <= BUFFER_LIMIT_BYTES)
+            self._script.set_reading(enabled=waiting <= SETTINGS.buffer_limit_bytes)
         return True
 
     def _send_pending(self) -> None:
@@ -347,6 +349,6 @@ class RankAgent:
 
 def main() -> int:
     """Run the agent of this process's rank. Return its exit code."""
-    if daemonize.FLAG in sys.argv:
+    if daemonize.DETACH_OPTION in sys.argv:
         daemonize.detach_from_engine()
     return RankAgent().run()

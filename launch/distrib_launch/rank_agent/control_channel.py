@@ -24,9 +24,6 @@ from distrib.utils.mpi_env import OMPI_RANK
 
 GREETING = b"distrib1"
 MAC_BYTES = 16
-CONNECT_SECONDS = 20.0
-"""Time in which the launcher must accept the connection of a rank."""
-
 HEADER = struct.Struct("!IB")
 PAYLOAD_LIMIT_BYTES = 4 << 20
 """Largest payload of a frame; a header with a larger size is an attack or a bug."""
@@ -201,17 +198,18 @@ class Channel:
         self.sock.close()
 
 
-def connect_to_launcher(addresses: str, token: str) -> Channel:
+def connect_to_launcher(addresses: str, token: str, timeout_seconds: float = 20.0) -> Channel:
     """Connect to the first address of the launcher that accepts.
 
     Args:
         addresses: `host:port` of each address, separated by commas.
         token: Secret of the job.
+        timeout_seconds: Time in which one of them must accept.
 
     Raises:
-        SystemExit: None accepted within `CONNECT_SECONDS`.
+        SystemExit: None accepted in time.
     """
-    deadline = time.monotonic() + CONNECT_SECONDS
+    deadline = time.monotonic() + timeout_seconds
     last: OSError | None = None
     while time.monotonic() < deadline:
         for address in addresses.split(","):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FLAG = "--apart"
+DETACH_OPTION = "--detach"
 
 
 def detach_from_engine() -> None:
@@ -40,7 +40,7 @@ def end_engine_daemon(environ: Mapping[str, str]) -> None:
     """
     with contextlib.suppress(OSError):
         parent = os.getppid()
-        if FLAG in sys.argv:
+        if DETACH_OPTION in sys.argv:
             parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
         if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
             os.kill(parent, signal.SIGKILL)

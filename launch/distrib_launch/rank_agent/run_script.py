@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-TRACEBACK_LIMIT_BYTES = 64 << 10
 
 
 class ExitReporter:
@@ -111,7 +110,7 @@ def _write_error_file(error: BaseException) -> None:
         import traceback
 
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
-        extra = {"py_callstack": shown[-TRACEBACK_LIMIT_BYTES:], "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": shown[-65536:], "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": headline(error), "extraInfo": extra}}, file)
     except Exception:  # out of memory or of open files; stderr has the traceback

@@ -33,15 +33,8 @@ from distrib_launch.rank_agent import affinity, reaper
 from distrib_launch.rank_agent.control_channel import Assignment, Kind
 from distrib_launch.rank_agent.oom import OutOfMemory
 
-OPEN_FILES = 65536
-"""Open files that a script may have if the hard limit allows it: a rank is connected to every other one, once per process group."""
-
 CHUNK_BYTES = 1 << 18
 """Most bytes that one read takes from a pipe."""
-STATUS_LINE_BYTES = 4096
-"""Most bytes kept of an unfinished status line."""
-ERROR_LIMIT_BYTES = 1 << 20
-"""Most bytes of the error file that are sent to the launcher."""
 RUN_SCRIPT = Path(__file__).with_name("run_script.py")
 
 
@@ -159,7 +152,7 @@ class ScriptProcess:
         if script_input is not None:
             os.lseek(script_input, 0, os.SEEK_SET)
         libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
-        raise_open_files(OPEN_FILES)
+        raise_open_files(65536)  # a rank is connected to every other one, once per process group
         try:
             with affinity.bound(share.cpus) as problem:
                 process = subprocess.Popen(
@@ -227,7 +220,7 @@ class ScriptProcess:
             return
         if kind is Kind.STATUS:  # whole lines only
             whole, newline, rest = (self._status_tail + data).rpartition(b"\n")
-            self._status_tail = rest[-STATUS_LINE_BYTES:]
+            self._status_tail = rest[-4096:]
             data = whole + newline
         if data:
             self._on_output(kind, data)
@@ -265,7 +258,7 @@ class ScriptProcess:
     def error(self) -> str:
         """Return the content of the error file."""
         os.lseek(self._error_file, 0, os.SEEK_SET)
-        return os.read(self._error_file, ERROR_LIMIT_BYTES).decode(errors="replace")
+        return os.read(self._error_file, 1 << 20).decode(errors="replace")
 
     def why_killed(self) -> str:
         """Return the reason why the kernel may have killed the script, empty if it did not."""

@@ -9,10 +9,8 @@ from distrib.errors import LaunchError
 from distrib_launch import rank_environment
 from distrib_launch.engines.srun import MORE_CPUS_HINT, few_cpus_reason
 from distrib_launch.preflight.check_result import fold_by_host
-from distrib_launch.rank_agent.control_channel import Assignment, Kind
+from distrib_launch.rank_agent.control_channel import PAYLOAD_LIMIT_BYTES, Assignment, Kind
 from distrib_launch.supervisor.rank_state import JobState, RankState
-
-INPUT_CHUNK_BYTES = 1 << 20
 
 
 def send_assignments(
@@ -39,8 +37,8 @@ def send_assignments(
     """
     for state, assignment in _assignments(job, host_timeout_seconds=host_timeout_seconds, keep_result=keep_result):
         given = script_input if state.plan.rank in input_ranks else b""
-        for start in range(0, len(given), INPUT_CHUNK_BYTES):
-            send(state, Kind.INPUT, given[start : start + INPUT_CHUNK_BYTES])
+        for start in range(0, len(given), PAYLOAD_LIMIT_BYTES):
+            send(state, Kind.INPUT, given[start : start + PAYLOAD_LIMIT_BYTES])
         state.assignment = assignment
         try:
             send(state, Kind.ASSIGN, assignment._asdict())

@@ -26,18 +26,23 @@ from distrib_launch.results import Attempt, Result
 from distrib_launch.rsync import sync
 from distrib_launch.status_lines import rank_count
 from distrib_launch.supervisor import root_cause
-from distrib_launch.supervisor.fault_tolerance import ASYNC_HOST_SILENCE_SECONDS
+from distrib_launch.supervisor.host_liveness import LIVENESS
 from distrib_launch.supervisor.rank_exit import RankExit
-from distrib_launch.supervisor.supervisor import HOST_SILENCE_SECONDS, Supervisor
+from distrib_launch.supervisor.supervisor import Supervisor
 
-HOST_WAIT_SECONDS = 600.0
-"""Longest wait for hosts without which the job may not be restarted."""
 
-RETRY_SECONDS = 5.0
-"""Time between two checks of these hosts."""
+class RestartSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the restarts of a job, in seconds."""
 
-EARLY_FAILURE_SECONDS = 60.0
-"""Time in which a repeated failure counts as a defect: two starts fail earlier, before a step and with the same error."""
+    host_wait_seconds: float = 600.0
+    """Longest wait for hosts without which the job may not be restarted."""
+    retry_seconds: float = 5.0
+    """Time between two checks of these hosts."""
+    early_failure_seconds: float = 60.0
+    """Time in which a repeated failure counts as a defect: two starts fail earlier, before a step and with the same error."""
+
+
+RESTARTS = RestartSettings()
 
 
 class CompletedAttempt(NamedTuple):
@@ -182,7 +187,7 @@ class AttemptLoop:
                 try:
                     return self._start(self._plan_launch(self._options, before=last.plan, restart=True), last)
                 except DistribError as error:
-                    deadline = deadline or time.monotonic() + HOST_WAIT_SECONDS
+                    deadline = deadline or time.monotonic() + RESTARTS.host_wait_seconds
                     if time.monotonic() > deadline:
                         raise
                     if str(error) != reported:
@@ -191,7 +196,7 @@ class AttemptLoop:
                         self._console.say(
                             f"error: {reported}\nchecking again for {minutes} minute{'s' * (minutes > 1)}"
                         )
-                self._pause(RETRY_SECONDS)
+                self._pause(RESTARTS.retry_seconds)
         except BaseException:
             if len(self._earlier) == number:
                 run_directory.restore_start(Path(last.plan.run_dir), self._earlier.pop())
@@ -236,7 +241,7 @@ class AttemptLoop:
                 spent_seconds=time.monotonic() - self._begun,
                 hang_timeout_seconds=options.hang_timeout_seconds,
                 host_timeout_seconds=options.host_timeout_seconds
-                or (ASYNC_HOST_SILENCE_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
+                or (LIVENESS.async_silence_seconds if plan.mode == "async" else LIVENESS.silence_seconds),
                 grace_seconds=options.grace_seconds,
                 script_input=self._script_input,
                 input_ranks=self._input_ranks,
@@ -283,6 +288,6 @@ def _same_failure(before: CompletedAttempt, now: CompletedAttempt) -> bool:
     first, second = before.result.first_failure, now.result.first_failure
     if first is None or second is None or second.exit_code is None or second.signal is not None:
         return False
-    if any(ended.stepped or ended.result.seconds > EARLY_FAILURE_SECONDS for ended in (before, now)):
+    if any(ended.stepped or ended.result.seconds > RESTARTS.early_failure_seconds for ended in (before, now)):
         return False
     return (first.exit_code, first.message, first.traceback) == (second.exit_code, second.message, second.traceback)

@@ -18,11 +18,7 @@ from distrib_launch import engines, run_directory
 from distrib_launch.engines import ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
-
-ENGINE_GRACE_SECONDS = 1.0
-"""Time in which the engine must end after its ranks, and then after SIGTERM; mpirun was seen to hang forever."""
-STARTING_SECONDS = 15.0
-"""Time in which mpirun may complete a cancelled start: a daemon that has not connected when mpirun is killed waits forever."""
+from distrib_launch.supervisor.rank_state import SETTINGS
 
 
 class EngineProcess:
@@ -83,10 +79,10 @@ class EngineProcess:
         Args:
             wait: Called again and again meanwhile.
         """
-        deadline = time.monotonic() + STARTING_SECONDS
+        deadline = time.monotonic() + SETTINGS.engine_start_seconds
         while self.is_starting and time.monotonic() < deadline:
             wait()
-        deadline = time.monotonic() + ENGINE_GRACE_SECONDS
+        deadline = time.monotonic() + SETTINGS.engine_end_seconds
         while self._process.poll() is None and time.monotonic() < deadline:
             wait()
         if self._process.poll() is None:
@@ -99,7 +95,9 @@ class EngineProcess:
 
     def _end_after_launcher(self) -> None:
         """End the engine and its leftovers after the launcher was killed; runs in the guard."""
-        _end_session(self._process.pid, STARTING_SECONDS if self._awaits_daemons else self._runtime.shutdown_seconds)
+        _end_session(
+            self._process.pid, SETTINGS.engine_start_seconds if self._awaits_daemons else self._runtime.shutdown_seconds
+        )
         self._end_leftovers()
         self._remove_traces()
         if sockets := ssh.sockets(self._plan):
@@ -122,7 +120,7 @@ def _end_session(leader: int, patience_seconds: float = 0.0) -> None:
     while (members := reaper.in_session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
     reaper.send(members, signal.SIGTERM)
-    deadline = time.monotonic() + ENGINE_GRACE_SECONDS
+    deadline = time.monotonic() + SETTINGS.engine_end_seconds
     while (members := reaper.in_session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
     reaper.send(members, signal.SIGKILL)

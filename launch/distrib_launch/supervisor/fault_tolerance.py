@@ -22,9 +22,6 @@ MAX_RESTARTS = 3
 RESTART_DELAY_SECONDS = 2.0
 """Delay of a worker's restart: a cause that ends all workers ends the job within this time."""
 
-ASYNC_HOST_SILENCE_SECONDS = 30.0
-"""Silence after which a host is lost in mode async; its workers may rejoin when it is back."""
-
 
 class ToleranceRules(NamedTuple):
     """Rules of the fault tolerance: decisions from the state of a job. Pure."""

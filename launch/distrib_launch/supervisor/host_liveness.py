@@ -13,14 +13,25 @@ import socket
 import time
 from collections.abc import Sequence
 
-PROBE_ATTEMPTS = 5
-"""Number of connections that one probe tries."""
-PROBE_INTERVAL_SECONDS = 0.1
-"""Time between two of these attempts."""
-PROBE_TIMEOUT_SECONDS = 0.6
-"""Time for a reply; the kernel repeats a lost SYN after a second, so several attempts are made instead."""
+import msgspec
 
-SSH_PORT = 22
+
+class LivenessSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times after which a host counts as lost, in seconds."""
+
+    silence_seconds: float = 1.8
+    """Silence of a host after which it is probed, without `--host-timeout`."""
+    async_silence_seconds: float = 30.0
+    """The same in mode async, in which the job continues and the workers of the host may rejoin."""
+    probe_attempts: int = 5
+    """Number of connections that one probe tries."""
+    probe_interval_seconds: float = 0.1
+    """Time between two of these attempts."""
+    probe_timeout_seconds: float = 0.6
+    """Time for a reply; the kernel repeats a lost SYN after a second, so several attempts are made instead."""
+
+
+LIVENESS = LivenessSettings()
 
 
 class HostProbe:
@@ -46,7 +57,10 @@ class HostProbe:
         Returns:
             True if the host answered, False if it did not in time, None while the probe runs.
         """
-        if self._attempts < PROBE_ATTEMPTS and now - self._begun >= self._attempts * PROBE_INTERVAL_SECONDS:
+        if (
+            self._attempts < LIVENESS.probe_attempts
+            and now - self._begun >= self._attempts * LIVENESS.probe_interval_seconds
+        ):
             target = (self._address, self._ports[self._attempts % len(self._ports)])
             self._attempts += 1
             sock = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
@@ -61,7 +75,7 @@ class HostProbe:
             self._sockets.remove(sock)
             if self._is_answer(sock, sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                 return True
-        return False if now - self._begun > PROBE_TIMEOUT_SECONDS else None
+        return False if now - self._begun > LIVENESS.probe_timeout_seconds else None
 
     def _is_answer(self, sock: socket.socket, number: int) -> bool:
         """Return True if the host itself answered, not a router. Keep a socket that still waits."""
@@ -100,7 +114,7 @@ class HostLiveness:
             ssh_port: Port of its sshd, None for 22.
             ports: Further ports; an answer of one is enough.
         """
-        self._targets[host] = (address, (ssh_port or SSH_PORT, *ports))
+        self._targets[host] = (address, (ssh_port or 22, *ports))
         self.on_life(host)
 
     def on_life(self, host: str) -> None:

@@ -14,10 +14,7 @@ from distrib_launch.results import Failure, MeasuredPerformance, Status
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.fault_tolerance import FaultTolerance
 from distrib_launch.supervisor.rank_exit import RankExit
-from distrib_launch.supervisor.rank_state import JobState
-
-ORPHANED_SECONDS = 30.0
-"""Time in which the daemons of an engine that has ended may still end their ranks."""
+from distrib_launch.supervisor.rank_state import SETTINGS, JobState
 
 
 class JobOutcome:
@@ -150,7 +147,7 @@ class JobOutcome:
         if self._tolerance.rules.succeeded:
             return False
         ended = [one for one in self._tolerance.exits if one.stopped_by == "engine"]
-        return any(abs(one.time - failure.time) < ORPHANED_SECONDS for one in ended)
+        return any(abs(one.time - failure.time) < SETTINGS.orphan_seconds for one in ended)
 
     def _independent_copies(self) -> str:
         workers = self._job.workers

@@ -12,26 +12,31 @@ from typing import Any
 import msgspec
 
 from distrib import units
+from distrib.cluster.links import link_between
+from distrib.cluster.topology import read_topology
+from distrib.errors import ConfigError
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import LinkUsage, MeasuredPerformance
 
-MIN_SLOWDOWN_FRACTION = 0.15
-"""Relative excess over the predicted step time that causes a warning; steps vary by half of it."""
 
-DEFAULT_BYTES_PER_SECOND = 1.25e8
-"""Assumed rate of a link with an unknown rate and too little traffic to measure it: 1 Gb/s, the slowest common network."""
+class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits beyond which the performance of a running job is reported."""
 
-MIN_REPORTED_FRACTION = 0.02
-"""Fraction of a step that slow computing must cost to be reported."""
+    min_slowdown_fraction: float = 0.15
+    """Relative excess over the predicted step time that causes a warning; steps vary by half of it."""
+    min_reported_fraction: float = 0.02
+    """Fraction of a step that slow computing must cost to be reported."""
+    slow_link_fraction: float = 0.7
+    """Fraction of its expected rate below which a link is reported."""
+    similar_link_factor: float = 2.0
+    """Ratio to the slowest link up to which links are reported with it."""
+    default_bytes_per_second: float = 1.25e8
+    """Assumed rate of a link with an unknown rate and too little traffic to measure it: 1 Gb/s, the slowest common network."""
+    max_reports_ahead: int = 2
+    """Reports of one rank after which the monitor stops waiting for those of other ranks: in mode async reports may be lost."""
 
-SLOW_LINK_FRACTION = 0.7
-"""Fraction of its expected rate below which a link is reported."""
 
-SIMILAR_LINK_FACTOR = 2.0
-"""Ratio to the slowest link up to which links are reported with it."""
-
-MAX_REPORTS_AHEAD = 2
-"""Reports of one rank after which the monitor stops waiting for those of other ranks: in mode async reports may be lost."""
+MONITOR = MonitorSettings()
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +90,7 @@ class PerformanceMonitor:
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
         self._reports[rank] += 1
-        if len(self._pending) == self._workers or self._reports[rank] > MAX_REPORTS_AHEAD:
+        if len(self._pending) == self._workers or self._reports[rank] > MONITOR.max_reports_ahead:
             self._reports.clear()
             round_ = self._summary(self._pending)
             self._pending = {}
@@ -165,7 +170,7 @@ class PerformanceMonitor:
     ) -> float | None:
         seconds: dict[str, float] = {}
         for (source, target), size in sizes.items():
-            rate = rates.get((source, target)) or self._expect(source, target)[0] or DEFAULT_BYTES_PER_SECOND
+            rate = rates.get((source, target)) or self._expect(source, target)[0] or MONITOR.default_bytes_per_second
             seconds[source] = seconds.get(source, 0.0) + size / rate
         return max(seconds.values(), default=None)
 
@@ -182,7 +187,7 @@ class PerformanceMonitor:
             predicted = f" (predicted {forecast.predicted.efficiency:.0%})" if forecast else ""
             rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
             computing = f"rank {seen.slowest_rank} computing longer than {'predicted' if forecast else 'most'}"
-            is_notable = rest > MIN_REPORTED_FRACTION * seen.step_seconds
+            is_notable = rest > MONITOR.min_reported_fraction * seen.step_seconds
             more = f" and {units.duration_text(rest)} {computing}" if is_notable else ""
             by_network = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
             bound = "network-bound" if by_network else "ranks wait for each other"
@@ -199,7 +204,7 @@ class PerformanceMonitor:
             )
         if forecast is None:
             return
-        tolerated = max(MIN_SLOWDOWN_FRACTION, forecast.expected_error)
+        tolerated = max(MONITOR.min_slowdown_fraction, forecast.expected_error)
         if seen.step_seconds > (1 + tolerated) * forecast.predicted.step_seconds:
             self._warn(
                 "slower",
@@ -279,7 +284,7 @@ def slow_links(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
         (
             link
             for link in links
-            if fraction(link) < SLOW_LINK_FRACTION and fraction(link) <= SIMILAR_LINK_FACTOR * least
+            if fraction(link) < MONITOR.slow_link_fraction and fraction(link) <= MONITOR.similar_link_factor * least
         ),
         key=fraction,
     )
@@ -302,10 +307,6 @@ def _checked(report: _Report) -> _Report:
 def _lookup(path: str | None) -> Callable[[str, str], tuple[float | None, str]]:
     if path is None:
         return lambda *_: (None, "")
-    from distrib.cluster.links import link_between
-    from distrib.cluster.topology import read_topology
-    from distrib.errors import ConfigError
-
     try:
         topology = read_topology(path)
     except ConfigError:  # the topology file has changed since the job began

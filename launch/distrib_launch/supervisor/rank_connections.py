@@ -14,10 +14,7 @@ from distrib_launch.rank_agent.control_channel import Channel, Kind, set_dead_pe
 from distrib_launch.supervisor.host_liveness import HostLiveness
 from distrib_launch.supervisor.listener import OnFrame
 from distrib_launch.supervisor.rank_exit import Lost
-from distrib_launch.supervisor.rank_state import JobState, RankState
-
-DEAD_CONNECTION_SECONDS = 30.0
-"""Time after which the kernel closes a connection whose bytes stay unacknowledged; a vanished host is noticed earlier."""
+from distrib_launch.supervisor.rank_state import SETTINGS, JobState, RankState
 
 
 class RankConnections:
@@ -81,7 +78,7 @@ class RankConnections:
                 f"{hello['host']}, not {state.plan.local_rank} of {host.ranks} on {state.plan.host}"
             )
         state.channel, state.hello, state.address = channel, hello, channel.sock.getpeername()[0]
-        set_dead_peer_timeout(channel.sock, DEAD_CONNECTION_SECONDS)
+        set_dead_peer_timeout(channel.sock, SETTINGS.dead_connection_seconds)
         if not job.is_local:
             # With srun or a jump host, sshd may be unreachable from this machine; the second port is that of the rank or its script.
             self._liveness.watch(host.name, state.address, host.port, hello["port"])

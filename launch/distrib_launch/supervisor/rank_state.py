@@ -7,11 +7,39 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from distrib_launch.console import Console
 from distrib_launch.launch_plan import LaunchPlan, RankPlan
 from distrib_launch.rank_agent.control_channel import Assignment, Channel
 from distrib_launch.results import RankResult
 from distrib_launch.supervisor.rank_exit import RankExit
+
+
+class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the supervisor, in seconds."""
+
+    connect_seconds: float = 120.0
+    """Time in which the next rank must connect; Python starts slowly from a network file system without a cache."""
+    cause_seconds: float = 0.3
+    """Wait after the first failure for an earlier one that is still on the network."""
+    late_cause_seconds: float = 2.5
+    """The same while all failed ranks only lost their connections: a lost host is detected later."""
+    ping_seconds: float = 0.4
+    """Interval of the pings that measure the clocks of the hosts."""
+    dead_connection_seconds: float = 30.0
+    """Time after which the kernel closes a connection whose bytes stay unacknowledged; a vanished host is noticed earlier."""
+    exit_record_seconds: float = 3.0
+    """Time beyond the grace time in which a rank that is being stopped must send its exit record."""
+    engine_start_seconds: float = 15.0
+    """Time in which mpirun may complete a cancelled start: a daemon that has not connected when mpirun is killed waits forever."""
+    engine_end_seconds: float = 1.0
+    """Time in which the engine must end after its ranks, and then after SIGTERM; mpirun was seen to hang forever."""
+    orphan_seconds: float = 30.0
+    """Time in which the daemons of an engine that has ended may still end their ranks."""
+
+
+SETTINGS = SupervisorSettings()
 
 
 class RankState:

@@ -8,10 +8,7 @@ from collections.abc import Callable
 
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.rank_connections import RankConnections
-from distrib_launch.supervisor.rank_state import JobState, RankState
-
-REPLY_SECONDS = 3.0
-"""Time beyond the grace time in which a rank that is being stopped must send its exit record."""
+from distrib_launch.supervisor.rank_state import SETTINGS, JobState, RankState
 
 
 class StopSequence:
@@ -67,4 +64,4 @@ class StopSequence:
             if state.plan.role == role and not state.exit:
                 order = {"signal": int(signal.SIGTERM), "grace_seconds": grace_seconds}
                 self._connections.send(state, Kind.STOP, order)
-        self._deadline = time.monotonic() + grace_seconds + REPLY_SECONDS
+        self._deadline = time.monotonic() + grace_seconds + SETTINGS.exit_record_seconds

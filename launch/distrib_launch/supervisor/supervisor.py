@@ -23,32 +23,18 @@ from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight, running_job
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.assignments import send_assignments, warn_few_cpus
-from distrib_launch.supervisor.engine_process import STARTING_SECONDS, EngineProcess
+from distrib_launch.supervisor.engine_process import EngineProcess
 from distrib_launch.supervisor.fault_tolerance import FaultTolerance
 from distrib_launch.supervisor.hang_detector import HangDetector
-from distrib_launch.supervisor.host_liveness import HostLiveness
+from distrib_launch.supervisor.host_liveness import LIVENESS, HostLiveness
 from distrib_launch.supervisor.listener import ControlListener
 from distrib_launch.supervisor.outcome import JobOutcome
 from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
 from distrib_launch.supervisor.rank_connections import RankConnections
 from distrib_launch.supervisor.rank_exit import signal_name
 from distrib_launch.supervisor.rank_messages import RankMessages
-from distrib_launch.supervisor.rank_state import JobState, RankState
+from distrib_launch.supervisor.rank_state import SETTINGS, JobState, RankState
 from distrib_launch.supervisor.stop_sequence import StopSequence
-
-START_SECONDS = 120.0
-"""Time in which the next rank must connect; Python starts slowly from a network file system without a cache."""
-
-CAUSE_SECONDS = 0.3
-"""Wait after the first failure for an earlier one that is still on the network."""
-
-LATE_CAUSE_SECONDS = 2.5
-"""The same while all failed ranks only lost their connections: a lost host is detected later."""
-
-PING_SECONDS = 0.4
-"""Interval of the pings that measure the clocks of the hosts."""
-HOST_SILENCE_SECONDS = 1.8
-"""Silence of a host after which it is probed."""
 
 
 class _NotStarted(Exception):
@@ -84,7 +70,7 @@ class Supervisor:
         timeout_seconds: float | None = None,
         spent_seconds: float = 0.0,
         hang_timeout_seconds: float | None = None,
-        host_timeout_seconds: float = HOST_SILENCE_SECONDS,
+        host_timeout_seconds: float = LIVENESS.silence_seconds,
         grace_seconds: float = GRACE_SECONDS,
         script_input: bytes = b"",
         input_ranks: Collection[int] | None = None,
@@ -191,7 +177,7 @@ class Supervisor:
                 missing, start = job.missing, max(start, now)
             if now >= next_ping:
                 self._connections.ping()
-                next_ping = now + PING_SECONDS
+                next_ping = now + SETTINGS.ping_seconds
             listener.drop_unauthenticated(now)
             if self._engine.exit_code() is not None and not job.stopping:
                 if self._may_retry(self._engine):
@@ -199,8 +185,8 @@ class Supervisor:
                     start = now
                     continue
                 self._on_engine_end(self._engine)
-            elif not job.assigned and not job.stopping and now - start > START_SECONDS:
-                what = f"{job.missing} of {len(job.ranks)} ranks have not connected, and none has for {START_SECONDS:.0f} s"
+            elif not job.assigned and not job.stopping and now - start > SETTINGS.connect_seconds:
+                what = f"{job.missing} of {len(job.ranks)} ranks have not connected, and none has for {SETTINGS.connect_seconds:.0f} s"
                 raise start_failure(job, self._engine, what)
             self._check_limits(now, now - begun + self._spent_seconds)
             self._check_hosts()
@@ -227,7 +213,7 @@ class Supervisor:
             self._stop.begin(job.grace_seconds)
         elif job.failed_at:
             found = any(one.failed and not one.consequence for one in self.tolerance.exits)
-            if now - job.failed_at > (CAUSE_SECONDS if found else LATE_CAUSE_SECONDS):
+            if now - job.failed_at > (SETTINGS.cause_seconds if found else SETTINGS.late_cause_seconds):
                 self._stop.begin(job.grace_seconds)
 
     def _check_hosts(self) -> None:
@@ -354,7 +340,7 @@ class Supervisor:
         if self._engine:
             if self._engine.is_starting:
                 self.job.console.say(
-                    f"waiting for daemons that are being started, {STARTING_SECONDS:.0f} s at most (Ctrl-C: no longer)"
+                    f"waiting for daemons that are being started, {SETTINGS.engine_start_seconds:.0f} s at most (Ctrl-C: no longer)"
                 )
             self._engine.end(self._turn_once)
 
