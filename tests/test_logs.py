@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib_launch import console
-from distrib_launch.console import Folder
+from distrib_launch.console import LineDeduplicator
 from tests.conftest import LAUNCH, SCRIPTS
 
 PRINTER = """
@@ -179,53 +179,53 @@ def test_quiet_shows_nothing_of_the_ranks_and_keeps_all(launch):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b", b"c"])), max_size=60))
 def test_folding_keeps_every_line_and_each_ranks_order(said):
-    folder = Folder()
+    lines = LineDeduplicator()
     for rank, text in said:
-        folder.add(rank, text)
-    shown = folder.take(all_of_them=True, among=4)
+        lines.add(rank, text)
+    shown = lines.take(all_of_them=True, among=4)
     for rank in range(4):
         assert [line.text for line in shown if rank in line.ranks] == [text for r, text in said if r == rank]
 
 
 def test_a_flood_of_one_line_is_folded_in_no_time():
     """Folding is not quadratic: a long chunk of one rank blocks all other output."""
-    folder = Folder()
+    lines = LineDeduplicator()
     for _ in range(100_000):
-        folder.add(0, b"waiting")
+        lines.add(0, b"waiting")
     for _ in range(50_000):
-        folder.add(1, b"waiting")
-    shown = folder.take(all_of_them=True, among=2)
+        lines.add(1, b"waiting")
+    shown = lines.take(all_of_them=True, among=2)
     assert [line.ranks for line in shown] == [[0, 1]] * 50_000 + [[0]] * 50_000
 
 
 @pytest.mark.parametrize("day", [b"W1122", b"W122"])  # torch does not pad the month
 def test_the_time_in_torchs_own_lines_does_not_keep_them_apart(day):
-    folder = Folder()
+    lines = LineDeduplicator()
     for rank in range(3):
-        folder.add(rank, b"[%b 07:38:15.66412387%d socket.cpp:207] [c10d] no hostname" % (day, rank))
-        folder.add(rank, b"[%b 07:38:16.1 socket.cpp:207] [c10d] port %d" % (day, rank))
-    shown = folder.take(all_of_them=True, among=3)
+        lines.add(rank, b"[%b 07:38:15.66412387%d socket.cpp:207] [c10d] no hostname" % (day, rank))
+        lines.add(rank, b"[%b 07:38:16.1 socket.cpp:207] [c10d] port %d" % (day, rank))
+    shown = lines.take(all_of_them=True, among=3)
     assert [line.ranks for line in shown] == [[0, 1, 2], [0], [1], [2]]
     assert shown[0].text.startswith(b"[%b 07:38:15.664123870 " % day)
 
 
 def test_a_traceback_of_all_ranks_is_shown_once_though_torch_writes_the_rank_into_it():
-    folder = Folder()
+    lines = LineDeduplicator()
     for rank in range(3):
-        folder.add(rank, b"[rank%d]: Traceback (most recent call last):" % rank)
-        folder.add(rank, b"[rank%d]:[W1122 07:38:15.6 pg.cpp:1] destroy was not called" % rank)
-        folder.add(rank, b"[rank0]: as rank 0 said")
-    shown = folder.take(all_of_them=True, among=3)
+        lines.add(rank, b"[rank%d]: Traceback (most recent call last):" % rank)
+        lines.add(rank, b"[rank%d]:[W1122 07:38:15.6 pg.cpp:1] destroy was not called" % rank)
+        lines.add(rank, b"[rank0]: as rank 0 said")
+    shown = lines.take(all_of_them=True, among=3)
     assert [(line.ranks, line.text.partition(b" ")[0]) for line in shown] == [
         ([0, 1, 2], b"Traceback"), ([0, 1, 2], b"[W1122"), ([0], b"as"), ([1, 2], b"[rank0]:"),
     ]  # fmt: skip
 
 
 def test_ranks_that_say_the_same_fold_into_one_line_each():
-    folder = Folder()
+    lines = LineDeduplicator()
     for rank in range(4):
         for text in (b"one", b"two", b"two"):
-            folder.add(rank, text)
-    assert [(line.ranks, line.text) for line in folder.take(all_of_them=False, among=4)] == [
+            lines.add(rank, text)
+    assert [(line.ranks, line.text) for line in lines.take(all_of_them=False, among=4)] == [
         ([0, 1, 2, 3], b"one"), ([0, 1, 2, 3], b"two"), ([0, 1, 2, 3], b"two"),
     ]  # fmt: skip

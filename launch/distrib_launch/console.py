@@ -166,7 +166,8 @@ class Console:
         self._quiet, self._status_lines = quiet, status_lines
         self._show_rank = show_rank
         self._line_limit_bytes = settings.line_limit_bytes if show_rank is None else settings.single_rank_limit_bytes
-        self._deduplicators = {1: LineDeduplicator(), 2: LineDeduplicator()} if dedup and len(hosts) > 1 and show_rank is None else {}
+        dedup = dedup and len(hosts) > 1 and show_rank is None
+        self._deduplicators = {descriptor: LineDeduplicator() for descriptor in (1, 2) if dedup}
         self._streams = streams
         self._color = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
         self._tags: dict[tuple[int, int], bytes] = {}

@@ -75,17 +75,17 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """First failure of a job."""
 
-    rank: int | None
+    rank: int | None = None
     """None for a failure of no rank."""
     host: str
     time: float
     """Unix time on the launcher's clock."""
-    exit_code: int | None
-    signal: int | None
+    exit_code: int | None = None
+    signal: int | None = None
     message: str
-    traceback: str
+    traceback: str = ""
     """Traceback of the script, empty for none."""
-    log: str
+    log: str = ""
     """Path of the rank's stderr."""
 
 

@@ -172,8 +172,6 @@ class HangDetector:
             rank=first.rank,
             host=first.host,
             time=time.time(),
-            exit_code=None,
-            signal=None,
             message=lines[0],
             traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in first.frames),
             log=str(ranks[first.rank].error_log),

@@ -63,10 +63,7 @@ class JobOutcome:
             log: Path of a file with details.
             host: Host on which it failed, empty for this one.
         """
-        return Failure(
-            rank=None, host=host or socket.gethostname(), time=time.time(), exit_code=None, signal=None, message=message,
-            traceback="", log=log,
-        )  # fmt: skip
+        return Failure(host=host or socket.gethostname(), time=time.time(), message=message, log=log)
 
     def check_cancelled(self, engine_output: str) -> str:
         """Decide that the job was stopped if its engine reports that a user or the batch system cancelled it.

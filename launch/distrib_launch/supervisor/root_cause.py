@@ -15,12 +15,6 @@ from distrib.utils.ranges import ranges
 from distrib_launch.results import Failure
 from distrib_launch.supervisor.rank_exit import ErrorRecord, RankExit, signal_name
 
-TAIL_BYTES = 64 << 10
-"""Size of the end of a rank's stderr that is read."""
-
-SHOWN_LINES = 20
-"""Number of last lines of a traceback that the terminal shows."""
-
 CONSEQUENCE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was likely closed|"
     r"ncclRemoteError|remote process exited|communicator was aborted|NCCL communicator .* aborted|"
@@ -47,22 +41,13 @@ KNOWN_CAUSES = (
 )  # fmt: skip
 """Fragments of error messages in lower case, and their meaning."""
 
-LOST_CHILD = re.compile(
-    r'File "[^"]*(?<!torch)/multiprocessing/(?:connection|forkserver|popen_\w+)\.py"|DataLoader worker \(pid.*\) exited unexpectedly'
-)
-"""Pattern in the traceback of a rank that lost a child process, such as a DataLoader worker."""
-
-OF_CHILD = re.compile(r'File "[^"]*/multiprocessing/\w+\.py", line \d+, in (?:_bootstrap|spawn_main|main)\b')
-"""Pattern in the traceback of such a child process."""
+LOST_CHILD = (
+    "/multiprocessing/connection.py", "/multiprocessing/forkserver.py", "/multiprocessing/popen_", "DataLoader worker (pid",
+)  # fmt: skip
+"""Fragments of the traceback of a rank that lost a child process, such as a DataLoader worker."""
 
 NOISE = re.compile(r"(\[rank\d+\]:)?(\[[IWE]\d{3,4} |\s*(frame #|Exception raised from |$))")
 """Pattern of lines that show no cause: torch's log lines (`[W1122 `), which also occur without a failure, and C++ stacks."""
-
-FAULT = re.compile(
-    r"^\[[^\s:]+:\d+\] Signal: [^()\n]+ \((\d+)\)$|^Fatal Python error: (Segmentation fault|Bus error|Illegal instruction)$",
-    re.MULTILINE,
-)
-"""Output of Open MPI and of Python's faulthandler in a process that dies of a fault."""
 
 EARLY_MESSAGE_STACK = ("mca_pml_ob1_recv_frag_callback_match", "ompi_mpi_init")
 """Functions in Open MPI's stack of a rank that crashed by a message during MPI_Init; see `engines.srun.BARRIERS`."""
@@ -99,16 +84,17 @@ def is_consequence(error: ErrorRecord | None, stderr: str, number: int | None = 
 
 
 def fault_in(stderr: str) -> int | None:
-    """Return the signal of the fault that a process reported before it died, None for none.
+    """Return the signal of the fault that Open MPI or Python reported before a process died, None for none.
 
     Args:
         stderr: Tail of its stderr.
     """
-    found = FAULT.findall(stderr)
-    if not found:
-        return None
-    number, name = found[-1]
-    return next((s for s in FAULTS if s == int(number or 0) or (name and signal.strsignal(s) == name)), None)
+    for line in reversed(stderr.splitlines()):
+        for number in FAULTS:
+            name = signal.strsignal(number)
+            if line.endswith(f"] Signal: {name} ({int(number)})") or line == f"Fatal Python error: {name}":
+                return number
+    return None
 
 
 def describe_failure(
@@ -218,13 +204,18 @@ def _other_ranks(first: RankExit, exits: Sequence[RankExit], message: str) -> st
 
 
 def _lost_child(error: ErrorRecord) -> bool:
-    return bool(LOST_CHILD.search(error.traceback)) and not OF_CHILD.search(error.traceback)
+    return any(part in error.traceback for part in LOST_CHILD) and not _is_of_child(error.traceback)
+
+
+def _is_of_child(traceback: str) -> bool:
+    entries = (", in _bootstrap", ", in spawn_main", ", in main")
+    return any("/multiprocessing/" in line and line.endswith(entries) for line in traceback.splitlines())
 
 
 def _child_error(stderr: str) -> str:
     """Return the error of the rank's last child process, from a traceback in the rank's stderr."""
     blocks = _without_rank(stderr).split("Traceback (most recent call last):\n")[1:]
-    block = next((block for block in reversed(blocks) if OF_CHILD.search(block)), "")
+    block = next((block for block in reversed(blocks) if _is_of_child(block)), "")
     headline = next((line for line in block.splitlines() if line and not line[0].isspace()), "")
     return f" (a process that it had started ended before: {headline})" if headline else ""
 
@@ -254,7 +245,7 @@ def _last_line(stderr: str) -> str:
 
 
 def tail(log: Path) -> str:
-    """Return the last `TAIL_BYTES` of a log, empty if it cannot be read.
+    """Return the last 64 KiB of a log, empty if it cannot be read.
 
     Args:
         log: Path of the log.
@@ -262,7 +253,7 @@ def tail(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
+            file.seek(max(0, file.tell() - 65536))
             return file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -278,10 +269,11 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
     """
     who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
     lines = [f"{who} failed first: {failure.message}"]
-    shown = failure.traceback.splitlines()
-    if (skipped := len(shown) - SHOWN_LINES) > 0:
-        lines.append(f"  ... {skipped} lines more in its log")
-    lines += ["  " + line for line in shown[-SHOWN_LINES:]]
+    traceback = failure.traceback.splitlines()
+    shown = traceback[-20:]
+    if len(shown) < len(traceback):
+        lines.append(f"  ... {len(traceback) - len(shown)} lines more in its log")
+    lines += ["  " + line for line in shown]
     for own in (one for one in exits if one.rank == failure.rank):
         seconds = max(0.0, failure.time - started)
         lines.append(f"  {own.how}, local rank {own.local_rank}, {seconds:.1f} s after the start")
