@@ -167,10 +167,6 @@ def parse_gradients(text: str) -> Gradients:
     )
 
 
-INNER_STEPS = 500
-"""Default H of DiLoCo (arXiv:2311.08105): the loss is little worse at 1000, and better at 50 to 250 (figure 4)."""
-
-
 class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The outer optimizer of mode local: SGD with Nesterov momentum on the ranks' mean change of parameters.
 
@@ -222,6 +218,11 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode {self.mode!r}, expected one of {', '.join(MODES)}")
+
+    @property
+    def steps_per_round(self) -> int:
+        """Local steps between two averages. The default is DiLoCo's H (arXiv:2311.08105), little worse at 1000 (figure 4)."""
+        return self.inner_steps or 500
 
     @property
     def in_step(self) -> bool:
@@ -284,10 +285,10 @@ def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
         )
     if strategy.balance and strategy.mode != "sync":
         raise ConfigError(f"--balance does not apply in mode {strategy.mode}", hint="leave it out")
-    outer, inner_steps = strategy.outer, strategy.inner_steps or INNER_STEPS
-    if outer.overlap_steps >= inner_steps:
+    overlap_steps = strategy.outer.overlap_steps
+    if overlap_steps >= strategy.steps_per_round:
         raise ConfigError(
-            f"--overlap-steps {outer.overlap_steps}, expected less than the {inner_steps} steps of a round",
+            f"--overlap-steps {overlap_steps}, expected less than the {strategy.steps_per_round} steps of a round",
             hint="overlap fewer steps, or give more --inner-steps",
         )
     if strategy.backend == "horovod":

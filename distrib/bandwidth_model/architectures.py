@@ -50,16 +50,7 @@ class _Convolutions:
         self.outputs = 0
 
     def add_convolution(self, name: str, width: int, inputs: int, outputs: int, side: int, *, bias: bool) -> None:
-        """Add a convolution.
-
-        Args:
-            name: Prefix of its parameters.
-            width: The kernel is width x width.
-            inputs: Input channels.
-            outputs: Output channels.
-            side: The output is side x side.
-            bias: True for a bias.
-        """
+        """Add a convolution."""
         weights = width * width * inputs * outputs
         self.parameters.append(LayerParameter(f"{name}.weight", weights, weights * side * side))
         if bias:
@@ -67,22 +58,11 @@ class _Convolutions:
         self.outputs += outputs * side * side
 
     def add_norm(self, name: str, channels: int) -> None:
-        """Add a batch normalisation.
-
-        Args:
-            name: Prefix of its parameters.
-            channels: Channels.
-        """
+        """Add a batch normalisation."""
         self.parameters += [LayerParameter(f"{name}.weight", channels), LayerParameter(f"{name}.bias", channels)]
 
     def add_dense(self, name: str, inputs: int, outputs: int) -> None:
-        """Add a dense layer.
-
-        Args:
-            name: Prefix of its parameters.
-            inputs: Input features.
-            outputs: Output features.
-        """
+        """Add a dense layer."""
         self.parameters += _dense(name, inputs, outputs)
 
 

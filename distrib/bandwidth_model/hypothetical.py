@@ -9,6 +9,7 @@ import msgspec
 
 from distrib.bandwidth_model.fabric import HYPOTHETICAL
 from distrib.cluster.hardware_catalog import find_gpu, gpu_hint
+from distrib.cluster.link_spec import split_multiple
 from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup
 from distrib.cluster.topology import Switch, Topology
 from distrib.cluster.uplinks import switch_oversubscription
@@ -17,7 +18,6 @@ from distrib.errors import ConfigError
 DEFAULT_GPUS_PER_HOST = 8
 """GPUs of a host that is not described."""
 
-_TIMES = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
 _KIND = re.compile(r"(roce|infiniband|ib|ethernet)(?:v2)?(?:[ -]+|(?=[0-9])|$)", re.IGNORECASE)
 
 
@@ -58,8 +58,7 @@ def parse_network_option(text: str, gpudirect: bool | None, option: str = "--net
 
 
 def _nic(name: str, gpudirect: bool | None) -> Nic:
-    several = _TIMES.match(name)
-    count, rate = (int(several[1]), name[several.end() :]) if several else (1, name)
+    count, rate = split_multiple(name)
     if not 1 <= count <= 64:
         raise ValueError(f"{count} cards in a node")
     given = _KIND.match(rate)

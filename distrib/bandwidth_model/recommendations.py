@@ -19,7 +19,6 @@ from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 from distrib.strategy import (
     FORMATS,
-    INNER_STEPS,
     AllReduce,
     Gradients,
     Mode,
@@ -253,7 +252,7 @@ def _smaller_messages(strategy: Strategy, fastest: Strategy, half: Gradients) ->
 def _local_sgd(strategy: Strategy) -> list[Strategy]:
     """List local SGD with longer rounds."""
     local = strategy if strategy.mode == "local" else _in_mode(strategy, "local", inner_steps=1)
-    fewest = local.inner_steps or INNER_STEPS
+    fewest = local.steps_per_round
     return [msgspec.structs.replace(local, inner_steps=count) for count in (10, 100) if count > fewest]
 
 
@@ -321,7 +320,7 @@ def convergence_effect(strategy: Strategy) -> str:
         is_corrected = strategy.stale_rate and strategy.momentum_correction
         effects.append(f"stale gradients{bound}" + ("" if is_corrected else ", not corrected"))
     if strategy.mode == "local":
-        effects.append(f"parameters averaged every {strategy.inner_steps or INNER_STEPS} steps")
+        effects.append(f"parameters averaged every {strategy.steps_per_round} steps")
     if strategy.accumulate > 1:
         effects.append(f"global batch x {strategy.accumulate}")
     if not strategy.gradients.exact:

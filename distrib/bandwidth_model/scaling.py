@@ -22,7 +22,7 @@ from distrib.bandwidth_model.step_model import (
 from distrib.bandwidth_model.step_timeline import Step
 from distrib.bandwidth_model.workload import Workload, validate_workload
 from distrib.bandwidth_model.workload_catalog import on_cpus
-from distrib.cluster.topology import MAX_BYTES_PER_SECOND, Topology
+from distrib.cluster.topology import LIMITS, Topology
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 
@@ -125,8 +125,8 @@ def predict_limit(
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     buckets = plan_buckets(fabric, workload, strategy)
-    unlimited = fabric.with_network_bandwidth(MAX_BYTES_PER_SECOND)
-    without_links = unlimited.with_intra_node_bandwidth(MAX_BYTES_PER_SECOND)
+    unlimited = fabric.with_network_bandwidth(LIMITS.max_bytes_per_second)
+    without_links = unlimited.with_intra_node_bandwidth(LIMITS.max_bytes_per_second)
     step, free = (predict_fabric_step(each, workload, strategy, buckets) for each in (unlimited, without_links))
     latency_seconds = min(free.exposed_seconds, step.exposed_seconds)
     cause = _AS_MEASURED if fabric.is_slower_than_links else _LATENCY
@@ -308,7 +308,7 @@ def _needed_bandwidth(
         step = predict_fabric_step(faster, workload, strategy, buckets)
         return _efficiency(faster, workload, strategy, step) >= target
 
-    low, high = fabric.network.bytes_per_second, MAX_BYTES_PER_SECOND
+    low, high = fabric.network.bytes_per_second, LIMITS.max_bytes_per_second
     if is_reached(low):
         high, low = low, 1.0
     elif not is_reached(high):

@@ -41,21 +41,14 @@ def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
     if "timeline" in Path(path).stem:
         step = predict_step(request.topology, request.workload, **request.job(request.largest), timeline=True)
         hosts = f"{step.hosts} host{'' if step.hosts == 1 else 's'}"
-        figure = timeline_figure(step, f"One step of {plan.workload.name} on {hosts}, {step.ranks} ranks")
+        figure = _timeline_figure(step, f"One step of {plan.workload.name} on {hosts}, {step.ranks} ranks")
     else:
-        figure = scaling_figure(plan)
+        figure = _scaling_figure(plan)
     plotting.save_figure(figure, path)
 
 
-def scaling_figure(plan: ScalingPlan) -> Any:
-    """Plot samples per second against the number of ranks, with ideal scaling for comparison.
-
-    Args:
-        plan: The plan.
-
-    Returns:
-        A matplotlib figure.
-    """
+def _scaling_figure(plan: ScalingPlan) -> Any:
+    """Plot samples per second against the number of ranks, with ideal scaling for comparison."""
     from matplotlib.figure import Figure  # matplotlib takes a second to import
     from matplotlib.ticker import LogLocator
 
@@ -95,16 +88,8 @@ def _curve(axes: Any, ranks: Sequence[int], predictions: Sequence[Prediction], c
     axes.plot(ranks, rates, color=colour, marker="o", markersize=4, label=label)
 
 
-def timeline_figure(prediction: Prediction, title: str) -> Any:
-    """Plot the compute and network streams of a step.
-
-    Args:
-        prediction: A prediction with timeline.
-        title: The title.
-
-    Returns:
-        A matplotlib figure.
-    """
+def _timeline_figure(prediction: Prediction, title: str) -> Any:
+    """Plot the compute and network streams of a step."""
     from matplotlib.figure import Figure
 
     with plotting.plot_style():

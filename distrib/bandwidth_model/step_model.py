@@ -14,7 +14,7 @@ from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.server_throughput import parameter_server_step, ranks_per_push
 from distrib.bandwidth_model.step_timeline import Step, Transfer
 from distrib.bandwidth_model.workload import Workload
-from distrib.strategy import INNER_STEPS, Strategy
+from distrib.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def slowest_rank_factor(fabric: Fabric, workload: Workload, strategy: Strategy) 
     """
     variation = workload.variation
     if strategy.mode == "local":  # long and short steps of a round even out
-        variation /= (strategy.inner_steps or INNER_STEPS) ** 0.5
+        variation /= strategy.steps_per_round**0.5
     ranks = synchronized_ranks(fabric, strategy)
     return rank_slowness(fabric, workload, strategy) * step_timeline.slowest_of(ranks, variation)
 
@@ -206,7 +206,7 @@ def _local_sgd_step(fabric: Fabric, workload: Workload, strategy: Strategy, slow
     alone = step_timeline.synchronous_step(workload, (), batches=strategy.accumulate, slowness=slowest)
     if fabric.ranks == 1:
         return alone
-    inner = strategy.inner_steps or INNER_STEPS
+    inner = strategy.steps_per_round
     size = workload.parameter_bytes
     if not strategy.gradients.exact:  # fp16 or bf16
         size = min(size, 2 * sum(gradient.elements for gradient in workload.gradients))

@@ -19,7 +19,6 @@ LinkKind = Literal["infiniband", "roce", "ethernet", "nvlink", "pcie"]
 DataType = Literal["fp32", "tf32", "fp16", "bf16"]
 
 PATH = Path(__file__).with_name("hardware_catalog.yaml")
-_VENDOR = re.compile(r"\b(nvidia|amd|radeon)\b")
 _NOT_A_MODEL = re.compile(
     r"\d+gi?b|sxm\d?|hbm\d|geforce|pcie|nvl|dgxs|tesla|rtx|quadro|instinct|ada|generation|server|edition"
 )
@@ -150,6 +149,7 @@ def hardware_catalog() -> HardwareCatalog:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def find_gpu(kind: str) -> GpuSpec | None:
     """Find a GPU by a name of NVML or of a user: `A100`, `NVIDIA A100-SXM4-80GB`, `a100 40gb`.
 
@@ -162,11 +162,6 @@ def find_gpu(kind: str) -> GpuSpec | None:
     Returns:
         The entry; None if unknown.
     """
-    return _find_gpu(kind)
-
-
-@functools.lru_cache(maxsize=256)
-def _find_gpu(kind: str) -> GpuSpec | None:
     wanted = _words(kind)
     if all(_NOT_A_MODEL.fullmatch(word) for word in wanted):
         return None
@@ -180,20 +175,6 @@ def _find_gpu(kind: str) -> GpuSpec | None:
     return None
 
 
-def near_gpus(kind: str) -> list[str]:
-    """Find similar names of GPUs.
-
-    Args:
-        kind: An unknown name.
-
-    Returns:
-        Up to three names.
-    """
-    names = {"".join(_words(name)): gpu.name for gpu in hardware_catalog().gpus for name in (gpu.name, *gpu.names)}
-    found = difflib.get_close_matches("".join(_words(kind)), list(names), n=3, cutoff=0.6)
-    return list(dict.fromkeys(names[name] for name in found))
-
-
 def gpu_hint(kind: str) -> str:
     """Write the advice for an unknown GPU.
 
@@ -203,7 +184,9 @@ def gpu_hint(kind: str) -> str:
     Returns:
         The hint.
     """
-    near = near_gpus(kind)
+    names = {"".join(_words(name)): gpu.name for gpu in hardware_catalog().gpus for name in (gpu.name, *gpu.names)}
+    found = difflib.get_close_matches("".join(_words(kind)), list(names), n=3, cutoff=0.6)
+    near = dict.fromkeys(names[name] for name in found)
     return (
         f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/hardware_catalog.yaml lists the known ones"
     )
@@ -216,6 +199,6 @@ def catalog_links() -> dict[str, CatalogLink]:
 
 
 def _words(kind: str) -> list[str]:
-    name = _VENDOR.sub(" ", kind.lower())
-    name = re.sub(r"(\d)\s+(gi?b)\b", r"\1\2", name)
-    return re.findall(r"[a-z0-9.]+", name)
+    """Split a name into lower-case words without those of vendors; `80 GB` is one word."""
+    words = re.findall(r"[a-z0-9.]+", re.sub(r"(\d)\s+(gi?b)\b", r"\1\2", kind.lower()))
+    return [word for word in words if word not in ("nvidia", "amd", "radeon")]

@@ -10,9 +10,6 @@ from distrib.cluster.link_spec import LinkSpec
 from distrib.cluster.node import NodeGroup
 from distrib.units import rate_text
 
-TOLERANCE = 0.99
-"""Rates within 1 % count as equal: data sheets round."""
-
 
 class HardwareCheck(msgspec.Struct, frozen=True, kw_only=True):
     """A check of a group of hosts; `text` gives the figures, and the advice if it failed."""
@@ -40,7 +37,7 @@ def _check_gpu_slots(group: NodeGroup) -> Iterator[HardwareCheck]:
         return
     best = group.catalog_pcie or slot.with_lanes(16)
     text = f"GPUs at {_slot_text(slot)}"
-    kept = slot.rate_bytes_per_second >= TOLERANCE * best.rate_bytes_per_second
+    kept = not _is_slower(slot, best)
     if not kept:
         text += f", though they support {_slot_text(best)}; use other slots, or look for the board's lane settings"
     yield HardwareCheck(rule="PCIe", kept=kept, text=text)
@@ -49,7 +46,7 @@ def _check_gpu_slots(group: NodeGroup) -> Iterator[HardwareCheck]:
 def _check_nic_slots(group: NodeGroup) -> Iterator[HardwareCheck]:
     slots = [(nic, nic.slot) for nic in group.nics if nic.slot]
     for nic, slot in slots:
-        if slot.rate_bytes_per_second < TOLERANCE * nic.link.rate_bytes_per_second:
+        if _is_slower(slot, nic.link):
             text = f"{nic.name} supports {rate_text(nic.link.rate_bytes_per_second)}, its slot {_slot_text(slot)}"
             yield HardwareCheck(rule="NIC slots", kept=False, text=f"{text}; give it a wider slot")
             return
@@ -69,6 +66,11 @@ def _check_gpudirect(group: NodeGroup) -> Iterator[HardwareCheck]:
             "and place GPU and NIC below one PCIe switch"
         )
     yield HardwareCheck(rule="GPUDirect", kept=not without, text=text)
+
+
+def _is_slower(link: LinkSpec, other: LinkSpec) -> bool:
+    """Compare nominal rates; within 1 % they count as equal, as data sheets round."""
+    return link.rate_bytes_per_second < 0.99 * other.rate_bytes_per_second
 
 
 def _slot_text(slot: LinkSpec) -> str:

@@ -11,18 +11,12 @@ from typing import NamedTuple
 from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, SourcePlace, merge_mentions, shown
 
 MAX_SLOTS = 100_000
-MAX_NAME = 253
 
 # Each pattern names its characters in ASCII: `\w` and `\d` would let in letters and digits of every script. No name may
 # begin with `-`: ssh would take it for an option, and `-oProxyCommand=...` runs a program.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.?")
-_NUMERIC_NAME = re.compile(r"[0-9.]+")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-_ZONE = re.compile(r"[A-Za-z0-9_.-]+")
-_NUMBER = re.compile(r"[0-9]{1,9}")
 _ITEM = re.compile(r"(?:\[[^\[\]]*\]|[^,])*")
-_RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15})(?:/([0-9]{1,9}))?)?")
-_BRACKETED_ADDRESS = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", re.DOTALL)
 
 
 class Expression(NamedTuple):
@@ -116,7 +110,7 @@ def parse_expression(text: str, place: SourcePlace, notes: Notes) -> Expression:
     """
     if gap := re.search(r"\s+", text):
         word = text[gap.end() :].split()[0]
-        write = f"slots={word}" if _NUMBER.fullmatch(word) else "slots=8"
+        write = f"slots={word}" if _is_number(word) else "slots=8"
         raise place.right(gap.end()).error(
             f"did not expect {shown(word)} after a host",
             f"write settings as {write} in a hostfile, and a comma between hosts",
@@ -140,7 +134,7 @@ def parse_expression(text: str, place: SourcePlace, notes: Notes) -> Expression:
 
 def _split_count(host: str, place: SourcePlace) -> tuple[str, str | None, SourcePlace]:
     """Split `host:count` and remove the brackets of IPv6; returns the host, the count and its position."""
-    if address := _BRACKETED_ADDRESS.fullmatch(host):
+    if address := re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", host, re.DOTALL):
         if not _is_ipv6(address[1]):
             raise place.right(1).error(f"{shown(address[1])} is not an IPv6 address")
         return address[1], address[2], place.right(address.start(2) if address[2] is not None else 0)
@@ -156,7 +150,7 @@ def _split_count(host: str, place: SourcePlace) -> tuple[str, str | None, Source
 
 def _is_ipv6(text: str) -> bool:
     address, percent, zone = text.partition("%")
-    if percent and not _ZONE.fullmatch(zone):
+    if percent and not _NAME.fullmatch(zone):
         return False
     try:
         ipaddress.IPv6Address(address)
@@ -205,7 +199,7 @@ def _range(text: str, place: SourcePlace) -> list[str]:
 
     numbers: list[str] = []
     for run in text.split(","):
-        match = _RANGE.fullmatch(run)
+        match = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15})(?:/([0-9]{1,9}))?)?", run)
         if not match:
             raise place.error(f"{shown(run)} is not a range of numbers", "write ranges as gpu[01-16] or n[1-3,7]")
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
@@ -240,15 +234,15 @@ def check_name(name: str, place: SourcePlace) -> None:
     """
     if name.startswith("-"):
         raise place.error(f"host name {shown(name)} begins with '-'", "ssh would take it for an option")
-    if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+    if not _NAME.fullmatch(name) or len(name) > 253:  # RFC 1035
         if "/" in name:
             hint = "if this is a hostfile, there is no such file"
         elif not name.isascii():
             hint = "host names have only ASCII letters; write an international name in its xn-- form"
         else:
-            hint = f"host names have letters, digits, '.', '-' and '_', at most {MAX_NAME}"
+            hint = "host names have letters, digits, '.', '-' and '_', at most 253"
         raise place.error(f"{shown(name)} is not a host name", hint)
-    if _NUMERIC_NAME.fullmatch(name):  # ssh would read 12 as the address 0.0.0.12
+    if not name.strip("0123456789."):  # ssh would read 12 as the address 0.0.0.12
         try:
             ipaddress.IPv4Address(name)
         except ValueError:
@@ -277,6 +271,10 @@ def check_user(user: str, place: SourcePlace) -> None:
         )
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
 def parse_number(text: str, place: SourcePlace, what: str, most: int) -> int:
     """Parse a whole number of ASCII digits; int() alone accepts `1_000`, ` +4` and other scripts.
 
@@ -292,6 +290,6 @@ def parse_number(text: str, place: SourcePlace, what: str, most: int) -> int:
     Raises:
         HostfileError: The text is not a number in this range.
     """
-    if not _NUMBER.fullmatch(text) or not 1 <= int(text) <= most:
+    if not _is_number(text) or not 1 <= int(text) <= most:
         raise place.error(f"{what} must be a whole number from 1 to {most}, not {shown(text)}")
     return int(text)

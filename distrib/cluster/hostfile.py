@@ -29,8 +29,6 @@ from distrib.utils.files import UnreadableFileError, read_text
 
 __all__ = ["Host", "HostList", "format_hostfile", "parse_host_list", "parse_hostfile", "read_hostfile", "slurm_hosts"]
 
-MAX_BYTES = 16 * 2**20
-
 Mentions = Iterator[tuple[Host, SourcePlace]]
 
 
@@ -94,7 +92,8 @@ def read_hostfile(path: str | os.PathLike[str]) -> HostList:
     """
     source = os.fspath(path)
     try:
-        text = read_text(path, "hostfile", "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS", MAX_BYTES)
+        hint = "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS"
+        text = read_text(path, "hostfile", hint, max_bytes=16 << 20)
     except UnreadableFileError as problem:
         raise SourcePlace(source, problem.line).error(problem.what, problem.hint) from None
     if any(line.rstrip() == "nodes:" for line in text.splitlines()):

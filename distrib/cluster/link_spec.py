@@ -12,12 +12,11 @@ from distrib import units
 from distrib.cluster.hardware_catalog import CatalogLink, LinkKind, catalog_links, hardware_catalog
 
 _BUS = re.compile(
-    r"(?P<nv>nv[ -]?link)|pci[ -]?(express|e)",
-    re.IGNORECASE,
+    r"""(?: (?P<nvlink> nv[ -]?link) | pci[ -]?(?:express|e) )
+    (?: [ -]* (?:gen|v)? [ .]* (?P<generation>[0-9]) (?:\.0)? (?: [ ,]* x [ ]* (?P<lanes>[0-9]{1,3}) )? \Z )?""",
+    re.IGNORECASE | re.VERBOSE,
 )
-_BUS_REST = re.compile(r"[ -]*(?:gen|v)?[ .]*([0-9])(?:\.0)?(?:[ ,]*x *([0-9]{1,3}))?", re.IGNORECASE)
 _INFINIBAND = re.compile(r"(?:(?:ib|infiniband)[ -]*)?([a-z]{3})([ -]*[0-9]{3})?(?:[ -]*(?:4x|x4))?", re.IGNORECASE)
-_MULTIPLE = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
 _KINDS: dict[str, LinkKind] = {
     "infiniband": "infiniband",
     "ib": "infiniband",
@@ -115,17 +114,16 @@ def parse_bus_link(text: str) -> LinkSpec:
         ValueError: The text is not such a link.
     """
     stripped = text.strip()
-    begin = _BUS.match(stripped)
-    match = _BUS_REST.fullmatch(stripped, begin.end()) if begin else None
-    if not begin or not match:
+    match = _BUS.match(stripped)
+    if not match or not match["generation"]:
         raise ValueError(f"{_shown(text)} is not an intra-node link; write such as NVLink3 x12 or PCIe4 x16")
-    nvlink = bool(begin["nv"])
-    name = f"{'NVLink' if nvlink else 'PCIe'}{match[1]}"
+    nvlink = bool(match["nvlink"])
+    name = f"{'NVLink' if nvlink else 'PCIe'}{match['generation']}"
     spec = catalog_links().get(name.lower())
     if spec is None:
         known = [link.name for link in hardware_catalog().links if link.kind == ("nvlink" if nvlink else "pcie")]
         raise ValueError(f"{name} is not in the catalogue; it has {known[0]} to {known[-1]}")
-    lanes = int(match[2]) if match[2] else spec.lanes
+    lanes = int(match["lanes"]) if match["lanes"] else spec.lanes
     widths = range(1, 37) if nvlink else (1, 2, 4, 8, 16, 32)
     if lanes not in widths:
         what = "1 to 36 links" if nvlink else "1, 2, 4, 8, 16 or 32 lanes"
@@ -151,7 +149,7 @@ def parse_network_link(text: str, kind: LinkKind | None = None) -> LinkSpec:
         ValueError: The text is not a port, its rate is 0, or contradicts the kind.
     """
     stripped = text.strip()
-    if _MULTIPLE.match(stripped):
+    if split_multiple(stripped)[1] != stripped:
         raise ValueError(f"{_shown(text)} is several ports; write each as a NIC of its own, or a range: mlx5_[0-3]")
     if _BUS.match(stripped):
         raise ValueError(f"{_shown(text)} is an intra-node link; a NIC's rate is such as 100Gb/s, 10 GbE or HDR")
@@ -189,6 +187,19 @@ def parse_network_link(text: str, kind: LinkKind | None = None) -> LinkSpec:
     return LinkSpec(text=stripped, kind=kind, model=_nearest(kind, rate), lanes=1, rate_bytes_per_second=rate)
 
 
+def split_multiple(text: str) -> tuple[int, str]:
+    """Split `4 x HDR` into a count and a port.
+
+    Args:
+        text: Several ports, or one.
+
+    Returns:
+        The count, 1 without one, and the rest.
+    """
+    match = re.match(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])", text)
+    return (int(match[1]), text[match.end() :]) if match else (1, text)
+
+
 def parse_uplink_rate(text: str) -> float:
     """Parse the uplink of a switch: `800Gb/s`, `4 x HDR`, `2x 100GbE`.
 
@@ -201,8 +212,7 @@ def parse_uplink_rate(text: str) -> float:
     Raises:
         ValueError: The text is not a rate or a port.
     """
-    match = _MULTIPLE.match(text.strip())
-    count, rest = (int(match[1]), text.strip()[match.end() :]) if match else (1, text)
+    count, rest = split_multiple(text.strip())
     rate = parse_network_link(
         rest, None if re.match(r"[A-Za-z]|.*bE$", rest.strip()) else "ethernet"
     ).rate_bytes_per_second

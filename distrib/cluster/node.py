@@ -19,8 +19,6 @@ from distrib.errors import FieldError, HostfileError
 
 MAX_GPUS = 4096
 
-_INDEX = re.compile(r"([0-9]{1,4})(?: *- *([0-9]{1,4}))?")
-_NIC = re.compile(r"[A-Za-z0-9_.:-]{1,64}(\[[0-9,-]{1,40}\])?[A-Za-z0-9_.:-]{0,64}")
 
 Indices = int | str | tuple[int | str, ...]
 """`0`, `0-3`, `0,2` or a list of them."""
@@ -141,7 +139,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     pcie: str | None = None
 
     def __post_init__(self) -> None:
-        if not _NIC.fullmatch(self.name):
+        if not re.fullmatch(r"[A-Za-z0-9_.:-]{1,64}(\[[0-9,-]{1,40}\])?[A-Za-z0-9_.:-]{0,64}", self.name):
             raise FieldError(
                 "name", f"{self.name[:60]!r} is not a valid name of a NIC; write such as eth0 or mlx5_[0-3]"
             )
@@ -286,6 +284,7 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 )
 
 
+@functools.lru_cache(maxsize=256)
 def expand_hosts(text: str) -> tuple[str, ...]:
     """Expand `gpu[01-16],login1` to host names.
 
@@ -298,11 +297,6 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: A name is invalid or repeated.
     """
-    return _expand_hosts(text)
-
-
-@functools.lru_cache(maxsize=256)
-def _expand_hosts(text: str) -> tuple[str, ...]:
     found: dict[str, str] = {}
     try:
         for item, place in split_list(text, SourcePlace("")):
@@ -321,11 +315,6 @@ def _expand_hosts(text: str) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-MAX_NAMED_HOSTS = 3
-MAX_FOLDED_CHARACTERS = 100
-MAX_SHOWN_HOSTS = 8
-
-
 def name_hosts(names: Iterable[str]) -> str:
     """Format hosts for a sentence: `n1, n2`, from four on `n[1-100]`; long lists end with the number of further hosts.
 
@@ -336,12 +325,7 @@ def name_hosts(names: Iterable[str]) -> str:
         The text.
     """
     names = list(dict.fromkeys(names))
-    if len(names) <= MAX_NAMED_HOSTS:
-        return ", ".join(names)
-    folded = fold_hosts(names)
-    if len(folded) <= MAX_FOLDED_CHARACTERS:
-        return folded
-    return ", ".join(names[:MAX_NAMED_HOSTS]) + f" and {len(names) - MAX_NAMED_HOSTS} more"
+    return ", ".join(names) if len(names) <= 3 else shown_hosts(names, most=3)
 
 
 def fold_hosts(names: Sequence[str]) -> str:
@@ -363,19 +347,20 @@ def fold_hosts(names: Sequence[str]) -> str:
     return ",".join(names)
 
 
-def shown_hosts(names: Sequence[str]) -> str:
-    """Fold host names and shorten a long result to the first ones.
+def shown_hosts(names: Sequence[str], most: int = 8) -> str:
+    """Fold host names; shorten a result of more than 100 characters to the first ones.
 
     Args:
         names: Host names.
+        most: Names in a shortened result.
 
     Returns:
         The text.
     """
     folded = fold_hosts(names)
-    if len(folded) <= MAX_FOLDED_CHARACTERS or len(names) <= MAX_SHOWN_HOSTS:
+    if len(folded) <= 100 or len(names) <= most:
         return folded
-    return ",".join(names[:MAX_SHOWN_HOSTS]) + f" and {len(names) - MAX_SHOWN_HOSTS} more"
+    return ", ".join(names[:most]) + f" and {len(names) - most} more"
 
 
 def indices(value: Indices) -> tuple[int, ...]:
@@ -393,11 +378,11 @@ def indices(value: Indices) -> tuple[int, ...]:
     parts = [str(part) for part in value] if isinstance(value, tuple) else str(value).split(",")
     found: list[int] = []
     for part in parts:
-        match = _INDEX.fullmatch(part.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
+        ends = [end.strip() for end in part.split("-")]
+        is_valid = len(ends) <= 2 and all(end.isascii() and end.isdecimal() and len(end) <= 4 for end in ends)
+        if not is_valid or int(ends[0]) > int(ends[-1]):
             raise ValueError(f"{part[:40]!r} is not a number or range of numbers; write such as 0-3 or [0, 2]")
-        found += range(first, last + 1)
+        found += range(int(ends[0]), int(ends[-1]) + 1)
     if len(set(found)) < len(found):
         raise ValueError(f"{', '.join(parts)[:40]!r} names a number twice")
     return tuple(found)
@@ -413,11 +398,12 @@ def _nic_names(text: str) -> tuple[str, ...]:
 
 
 def _pair(text: str) -> tuple[int, int] | None:
-    match = re.fullmatch(r"([0-9]{1,4}) *[-,] *([0-9]{1,4})", text)
-    if not match or int(match[1]) == int(match[2]):
+    """Parse `0-3` to the two GPUs, the lower one first; None if it is not a pair."""
+    try:
+        ends = sorted(indices(text.replace("-", ",")))
+    except ValueError:
         return None
-    first, second = sorted((int(match[1]), int(match[2])))
-    return first, second
+    return (ends[0], ends[1]) if len(ends) == 2 else None
 
 
 def _parse_bus_of_kind(field: str, text: str) -> LinkSpec:

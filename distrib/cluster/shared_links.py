@@ -24,9 +24,6 @@ Run = Callable[[str, Round], Rates]
 SLOWED = 0.85
 """A pair below this fraction of its own rate while others send is slowed by them. Repeated measurements differ by less than 10 %."""
 
-MAX_SLOWED_FRACTION = 0.4
-"""Fraction of the pairs between two groups that may be slowed by something else while the groups are joined."""
-
 
 class SharedLink(msgspec.Struct, frozen=True, kw_only=True):
     """A link that all streams from `left` to `right` share; hosts by index."""
@@ -111,8 +108,8 @@ def groups_of(hosts: Sequence[str], slowed: Collection[frozenset[str]]) -> list[
 
     for a, b in sorted(itertools.combinations(hosts, 2), key=similarity, reverse=True):
         one, other = group[a], group[b]
-        # A few pairs may be slowed by something else.
-        if one == other or between[one].get(other, 0) > MAX_SLOWED_FRACTION * len(members[one]) * len(members[other]):
+        # Groups are joined although up to 40 % of the pairs between them are slowed: something else may have slowed those.
+        if one == other or between[one].get(other, 0) > 0.4 * len(members[one]) * len(members[other]):
             continue
         for host in members[other]:
             group[host] = one

@@ -21,7 +21,6 @@ TASK_REQUESTS = (TASKS_PER_NODE, "SLURM_NTASKS", "SLURM_NPROCS")
 
 _TIMES = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _GPUS = re.compile(r"(?:[A-Za-z0-9_./-]+[:=])*([0-9]{1,4})|[A-Za-z][A-Za-z0-9_./:-]*")
-_SOCKETS = re.compile(r"\([^()]*\)")
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> HostList | None:
@@ -156,7 +155,7 @@ def _gpus(environ: Mapping[str, str], hosts: int, tasks: list[int] | None) -> li
 
 def _gpu_count(text: str) -> int:
     """Parse `8`, `gpu:8`, `a100:4,h100:2` or `gpu:a100:4(S:0-1)`; a kind without a number counts one."""
-    matches = [_GPUS.fullmatch(item.strip()) for item in _SOCKETS.sub("", text).split(",") if item.strip()]
+    matches = [_GPUS.fullmatch(item.partition("(")[0].strip()) for item in re.split(r",(?![^(]*\))", text)]
     return sum(int(match[1] or 1) for match in matches if match)
 
 

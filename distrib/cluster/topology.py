@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import datetime, timezone
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -46,16 +46,19 @@ __all__ = [
     "read_topology",
 ]
 
-MAX_BYTES_PER_SECOND = 1e15
-MAX_CPUS = 1 << 16
-MIN_SECONDS, MAX_SECONDS = 1e-12, 1e5
-"""Values beyond these limits are errors of units or typing."""
-
 T = TypeVar("T")
 
 
-MAX_MEASUREMENT_AGE_DAYS = 180
-"""Older measurements get a note."""
+class MeasurementLimits(NamedTuple):
+    """Limits of measured values. Values beyond them are errors of units or typing."""
+
+    max_bytes_per_second: float = 1e15
+    max_cpus: int = 1 << 16
+    min_seconds: float = 1e-12
+    max_seconds: float = 1e5
+
+
+LIMITS = MeasurementLimits()
 
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -354,15 +357,16 @@ def check_hosts(topology: Topology, hosts: HostList) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def age_notes(topology: Topology | None, now: datetime) -> tuple[str, ...]:
+def age_notes(topology: Topology | None, now: datetime, max_days: int = 180) -> tuple[str, ...]:
     """Warn of old measurements: cables and shared links change.
 
     Args:
         topology: A topology, with or without measurements.
         now: The current time, with a time zone.
+        max_days: The age from which on there is a note.
 
     Returns:
-        A note if the links were measured more than `MAX_MEASUREMENT_AGE_DAYS` ago, else nothing.
+        A note if the links were measured more than `max_days` ago, else nothing.
     """
     if topology is None or topology.measured is None:
         return ()
@@ -372,7 +376,7 @@ def age_notes(topology: Topology | None, now: datetime) -> tuple[str, ...]:
     except ValueError:
         return (f"{topology.source}: `measured.when` is {text!r}, expected an ISO 8601 date",)
     days = (now - (when if when.tzinfo else when.replace(tzinfo=timezone.utc))).days
-    if days <= MAX_MEASUREMENT_AGE_DAYS:
+    if days <= max_days:
         return ()
     repeat = f"distrib-topo probe -o {topology.source}"
     return (f"the links were measured {days} days ago, {when:%Y-%m-%d}; {repeat} measures them again",)
@@ -402,8 +406,8 @@ def _invalid_measurements(measured: Measurements, groups: dict[str, NodeGroup]) 
                 yield f".machines[{number}].hosts", f"{host} is not among the hosts that were measured"
             if owners.setdefault(host.lower(), number) != number:
                 yield f".machines[{number}].hosts", f"{host} is machines[{owners[host.lower()]}] already"
-        if not 1 <= machine.processors <= MAX_CPUS:
-            yield f".machines[{number}].processors", f"{machine.processors} CPUs, expected 1 to {MAX_CPUS:,}"
+        if not 1 <= machine.processors <= LIMITS.max_cpus:
+            yield f".machines[{number}].processors", f"{machine.processors} CPUs, expected 1 to {LIMITS.max_cpus:,}"
     for number, pair in enumerate(measured.pairs):
         for field, host in (("source", pair.source), ("target", pair.target)):
             if host.lower() not in known:
@@ -434,15 +438,15 @@ def _invalid_numbers(
 ) -> Iterator[tuple[str, str]]:
     if not 0 < bandwidth < math.inf:
         yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth}, expected a rate above 0"
-    elif not 1 <= bandwidth <= MAX_BYTES_PER_SECOND:
+    elif not 1 <= bandwidth <= LIMITS.max_bytes_per_second:
         yield (
             f"{place}.bandwidth_bytes_per_second",
-            f"{bandwidth:g} bytes per second, expected 1 to {MAX_BYTES_PER_SECOND:g}",
+            f"{bandwidth:g} bytes per second, expected 1 to {LIMITS.max_bytes_per_second:g}",
         )
     if latency is not None and not 0 <= latency < math.inf:
         yield f"{place}.latency_seconds", f"{latency}, expected 0 or more"
-    elif latency is not None and latency > MAX_SECONDS:
-        yield f"{place}.latency_seconds", f"{latency:g} seconds, expected {MAX_SECONDS:g} at most"
+    elif latency is not None and latency > LIMITS.max_seconds:
+        yield f"{place}.latency_seconds", f"{latency:g} seconds, expected {LIMITS.max_seconds:g} at most"
     for number, point in enumerate(curve):
-        if point.size_bytes < 0 or not MIN_SECONDS <= point.seconds <= MAX_SECONDS:
+        if point.size_bytes < 0 or not LIMITS.min_seconds <= point.seconds <= LIMITS.max_seconds:
             yield f"{place}.curve[{number}]", f"{point.size_bytes} bytes in {point.seconds} s is impossible"

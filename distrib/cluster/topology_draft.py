@@ -15,9 +15,6 @@ from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup, Numa, fol
 from distrib.units import format_rate, format_size
 from distrib.utils.ranges import ranges
 
-GIB = 1 << 30
-MEMORY_TOLERANCE = 0.05
-"""Relative difference of memory between equal hosts: firmware and kernels reserve some."""
 NIC_KINDS = ("physical", "bond", "team")
 """Kinds of interfaces that are NICs, or combine several."""
 
@@ -41,7 +38,8 @@ def draft_groups(inventories: Mapping[str, Inventory]) -> tuple[NodeGroup, ...]:
         group, memory = _group(host, facts), facts.memory_bytes or 0
         for other, least, names in groups:
             same = msgspec.structs.replace(group, hosts=other.hosts, memory=other.memory) == other
-            if same and abs(memory - least) <= MEMORY_TOLERANCE * max(memory, least):
+            # Firmware and kernels reserve some memory: up to 5 % between equal hosts.
+            if same and abs(memory - least) <= 0.05 * max(memory, least):
                 names.append(host)
                 break
         else:
@@ -84,7 +82,7 @@ def _group(host: str, facts: Inventory) -> NodeGroup:
         links=_links(gpus),
         sockets=facts.sockets,
         cores=facts.cores,
-        memory=f"{max(1, round(facts.memory_bytes / GIB))}GiB" if facts.memory_bytes else None,
+        memory=f"{max(1, round(facts.memory_bytes / 2**30))}GiB" if facts.memory_bytes else None,
         numa=tuple(
             Numa(gpus=_range(gpu.index for gpu in gpus if gpu.numa_node == int(node)), cpus=facts.numa[node])
             for node in places

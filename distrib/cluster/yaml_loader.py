@@ -15,38 +15,40 @@ import msgspec
 import yaml
 
 from distrib.errors import FieldError, TopologyError
-from distrib.utils.files import UnreadableFileError
-from distrib.utils.files import read_text as read_text_file
-
-MAX_BYTES = 64 * 2**20
-MAX_VALUES = 10_000_000
-"""More values can only come from aliases of aliases ("billion laughs")."""
-MAX_DEPTH = 40
-"""Deeper nesting would overflow the C stack of libyaml's binding."""
+from distrib.utils.files import UnreadableFileError, read_text
 
 T = TypeVar("T")
 
+_SEE_EXAMPLES = "see hostfiles/ for commented examples"
 _TYPE_NAMES = {"object": "a mapping (`key: value`)", "array": "a list", "str": "text", "int": "a whole number",
                "float": "a number", "bool": "yes or no", "null": "nothing"}  # fmt: skip
-_EXAMPLES = {"rate": "100Gb/s, 10 GbE or HDR", "uplink": "800Gb/s or 4 x HDR", "memory": "512GiB",
-             "nvlink": "NVLink3 x12", "pcie": "PCIe4 x16", "hosts": "gpu[01-16]"}  # fmt: skip
-_SEE_EXAMPLES = "see hostfiles/ for commented examples"
-_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_BASE):  # type: ignore[misc]  # with or without libyaml
-    """PyYAML's safe loader with the implicit types of YAML 1.2."""
-
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
-
-
-for _tag, _pattern in {
+_EXAMPLES = {"rate": "100Gb/s, 10 GbE or HDR", "uplink": "800Gb/s or 4 x HDR", "memory": "512GiB"}
+_CORE_SCHEMA = {
     "null": r"~?|null|Null|NULL",
     "bool": r"(?i:true|false|yes|no|on|off)",
     "int": r"[-+]?(0|[1-9][0-9]{0,17})",
     "float": r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]{1,3})?|[0-9]+[eE][-+]?[0-9]{1,3}|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
     "merge": r"<<",
-}.items():
+}
+_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_BASE):  # type: ignore[misc]  # with or without libyaml
+    """PyYAML's safe loader with the implicit types of YAML 1.2, and without duplicate keys."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        first_lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = first_lines.setdefault(str(key.value), key.start_mark.line + 1)
+            if line != key.start_mark.line + 1 and key.value != "<<":
+                what = f"the key `{key.value}` is duplicate, first on line {line}"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern in _CORE_SCHEMA.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), None)
 
 
@@ -106,7 +108,7 @@ def read_topology_text(path: str | Path) -> str:
         TopologyError: The file cannot be read.
     """
     try:
-        return read_text_file(path, "topology file", "see hostfiles/ for examples", MAX_BYTES)
+        return read_text(path, "topology file", "see hostfiles/ for examples", max_bytes=64 << 20)
     except UnreadableFileError as problem:
         raise TopologyError(problem.what, source=str(path), line=problem.line, hint=problem.hint) from None
 
@@ -122,23 +124,12 @@ def parse_yaml(text: str, source: str) -> Document:
         The document.
 
     Raises:
-        TopologyError: The text is not valid YAML, has a key twice, or is nested too deeply.
+        TopologyError: The text is not valid YAML, or has a key twice.
     """
     try:
-        depth = 0
-        for event in yaml.parse(text, Loader=_Loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise TopologyError("is nested too deeply", source=source, line=event.start_mark.line + 1)  # type: ignore[union-attr]  # set by every parser
         loader = _Loader(text)
-        try:
-            root = loader.get_single_node()
-            if root is None:
-                return Document(source, None, None)
-            _count_values(root, source, {})
-            return Document(source, root, loader.construct_document(root))
-        finally:
-            loader.dispose()
+        root = loader.get_single_node()
+        return Document(source, root, loader.construct_document(root) if root else None)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read")
@@ -150,34 +141,8 @@ def parse_yaml(text: str, source: str) -> Document:
         elif re.search(r"[{,].*\w\[[0-9]", shown):
             hint = 'inside { } a range needs quotes: {hosts: "gpu[01-16]"}'
         raise TopologyError(f"is not valid YAML: {what}", source=source, line=line, hint=hint) from None
-    except ValueError as error:  # of a value whose tag does not fit, such as !!int x
+    except (ValueError, RecursionError) as error:  # of a value whose tag does not fit, such as !!int x; of deep nesting
         raise TopologyError(f"is not valid YAML: {error}", source=source, hint=_SEE_EXAMPLES) from None
-
-
-def _count_values(node: yaml.Node, source: str, counts: dict[int, int]) -> int:
-    """Count the values below a node, aliases expanded; refuse duplicate keys and aliases that multiply or contain themselves."""
-
-    def error(at: yaml.Node, what: str, hint: str) -> TopologyError:
-        return TopologyError(what, source=source, line=at.start_mark.line + 1, hint=hint)
-
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in counts:
-        counts[id(node)] = MAX_VALUES  # until it is known: an alias of itself is never finished
-        first_lines: dict[str, int] = {}
-        children = node.value
-        if isinstance(node, yaml.MappingNode):
-            children = [value for _, value in node.value]
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    raise error(key, "a key must be a word", _SEE_EXAMPLES)
-                line = first_lines.setdefault(key.value, key.start_mark.line + 1)
-                if line != key.start_mark.line + 1 and key.value != "<<":
-                    raise error(key, f"the key `{key.value}` is duplicate, first on line {line}", "drop one of them")
-        counts[id(node)] = 1 + sum(_count_values(child, source, counts) for child in children)
-    if counts[id(node)] >= MAX_VALUES:
-        raise error(node, f"aliases expand to more than {MAX_VALUES:,} values", "write the values out")
-    return counts[id(node)]
 
 
 def convert_document(document: Document, kind: type[T]) -> T:
@@ -201,24 +166,19 @@ def convert_document(document: Document, kind: type[T]) -> T:
         cause = error.__cause__
     if isinstance(cause, FieldError):
         raise document.error(f"{path}.{cause.field}".replace(".[", "["), what)
-    quoted = re.findall("`(.*?)`", what)
+    expected, *observed = re.findall("`(.*?)`", what) or [""]
     if what.startswith("Object contains unknown field"):
-        near = difflib.get_close_matches(quoted[0], _field_names(kind), n=1, cutoff=0.5)
-        raise document.error(
-            f"{path}.{quoted[0]}", "unknown field", f"did you mean {near[0]}?" if near else _SEE_EXAMPLES
-        )
+        near = difflib.get_close_matches(expected, _field_names(kind), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else _SEE_EXAMPLES
+        raise document.error(f"{path}.{expected}", "unknown field", hint)
     if what.startswith("Object missing required field"):
-        raise document.error(path, f"`{quoted[0]}` is missing", _SEE_EXAMPLES)
-    if not what.startswith("Expected") or len(quoted) < 2:
-        raise document.error(path, what[:1].lower() + what[1:] if what.startswith("Expected") else what)
-    value = document.data
-    for part in _split_path(path):
-        value = value[part]
-    expected = " or ".join(_TYPE_NAMES.get(name, f"`{name}`") for name in quoted[0].split(" | ") if name != "null")
-    observed = {dict: "a mapping", list: "a list", type(None): "nothing"}.get(type(value)) or repr(value)[:60]
-    example = _EXAMPLES.get(re.sub(r".*\.|\[.*", "", path))
-    hint = f"write it such as {example}" if example else _SEE_EXAMPLES
-    raise document.error(path, f"expected {expected}, not {observed}", hint)
+        raise document.error(path, f"`{expected}` is missing", _SEE_EXAMPLES)
+    if not observed:
+        raise document.error(path, what)
+    allowed = [_TYPE_NAMES.get(name, f"`{name}`") for name in expected.split(" | ") if name != "null"]
+    what = f"expected {' or '.join(allowed)}, not {_TYPE_NAMES.get(observed[0], observed[0])}"
+    example = _EXAMPLES.get(path.rpartition(".")[2])
+    raise document.error(path, what, f"write it such as {example}" if example else _SEE_EXAMPLES)
 
 
 def _split_path(path: str) -> list[str | int]:

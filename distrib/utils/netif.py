@@ -10,13 +10,6 @@ import struct
 from collections.abc import Collection
 from pathlib import Path
 
-SIOCGIFCONF, SIOCGIFFLAGS = 0x8912, 0x8913
-"""ioctl numbers of linux/sockios.h: all IPv4 addresses; flags of an interface."""
-
-IFF_UP = 0x1
-IFREQ_BYTES = 40
-"""Size of struct ifreq on 64-bit Linux."""
-
 LOOPBACK = ("127.", "::1")
 
 
@@ -90,10 +83,11 @@ def interface_addresses() -> list[tuple[str, str]]:
     """Return the interface and the address of every address of this machine, IPv4 first."""
     buffer = array.array("B", bytes(1 << 16))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        reply = fcntl.ioctl(sock, SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
+        # SIOCGIFCONF of linux/sockios.h: all IPv4 addresses, 40 bytes each (struct ifreq on 64-bit Linux)
+        reply = fcntl.ioctl(sock, 0x8912, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
     found = []
-    for start in range(0, struct.unpack("iL", reply)[0], IFREQ_BYTES):
-        entry = buffer[start : start + IFREQ_BYTES].tobytes()
+    for start in range(0, struct.unpack("iL", reply)[0], 40):
+        entry = buffer[start : start + 40].tobytes()
         name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]  # without the label of an alias
         found.append((name, socket.inet_ntoa(entry[20:24])))
     with contextlib.suppress(OSError):  # a kernel without IPv6
@@ -120,8 +114,8 @@ def is_up(interface: str) -> bool:
         interface: Its name.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        reply = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16s24x", interface.encode()))
-        return bool(struct.unpack_from("=H", reply, 16)[0] & IFF_UP)
+        reply = fcntl.ioctl(sock, 0x8913, struct.pack("16s24x", interface.encode()))  # SIOCGIFFLAGS
+        return bool(struct.unpack_from("=H", reply, 16)[0] & 1)  # IFF_UP
     return False
 
 

@@ -9,7 +9,6 @@ from distrib.errors import ConfigError
 from distrib.utils import files
 
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
-DOTS_PER_INCH = 150
 
 INK, GREY, LINE, PAPER, PANEL = "#1f2933", "#697586", "#c5ccd6", "#ffffff", "#f5f7fa"
 GROUPS = ("#33658a", "#b5523b", "#4f7a4c", "#7a5ea8", "#a0741a", "#3f7f86")
@@ -59,7 +58,7 @@ def save_figure(figure: Any, path: str) -> None:
     try:
         with plot_style():
             is_svg = path.lower().endswith(".svg")
-            figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
+            figure.savefig(path, dpi=150, metadata={"Date": None} if is_svg else None)
     except OSError as error:
         raise ConfigError(f"--plot {path}: cannot write it: {error.strerror}", hint="name another file") from None
 

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 BEGIN, END = "<<distrib-host ", " distrib-host>>"
-FIRST_QUERY_TIMEOUT_SECONDS = 240.0
-"""Longer than the launcher waits for the inventory of the slowest host."""
-NEXT_QUERY_TIMEOUT_SECONDS = 6.0
-"""Longer than a connection takes to fail. The engine may use the ssh connection meanwhile."""
-
-EXTRA_LISTENERS = 8
-
-FULL_PACKET_TIMEOUT_SECONDS = 2.0
-"""Lost packets are sent again after 0.2, 0.6 and 1.4 s (RFC 6298; Linux waits 0.2 s at least)."""
-POLL_SECONDS = 0.005
 
 
 def serve_queries(facts: dict[str, Any]) -> None:
@@ -41,29 +31,25 @@ def serve_queries(facts: dict[str, Any]) -> None:
     Args:
         facts: The inventory.
     """
-    send_reply({"inventory": facts, "ports": [port_number(listener) for listener in open_listeners()]})
-    seconds = FIRST_QUERY_TIMEOUT_SECONDS
+    _send_reply({"inventory": facts, "ports": [port_number(listener) for listener in open_listeners()]})
+    seconds = 240.0  # longer than the launcher waits for the inventory of the slowest host
     while select.select([0], [], [], seconds)[0]:
         line = sys.stdin.readline()
         if not line:
             break
         query = json.loads(line)
-        send_reply(test_targets(query["targets"], query["seconds"]))
-        seconds = NEXT_QUERY_TIMEOUT_SECONDS
+        _send_reply(test_targets(query["targets"], query["seconds"]))
+        seconds = 6.0  # longer than a connection takes to fail; the engine may use the ssh connection meanwhile
 
 
-def send_reply(reply: Any) -> None:
-    """Print a reply between markers on one line: a login shell may print around it.
-
-    Args:
-        reply: Anything that JSON can hold.
-    """
+def _send_reply(reply: Any) -> None:
+    """Print a reply between markers on one line: a login shell may print around it."""
     sys.stdout.write("\n" + BEGIN + json.dumps(reply) + END + "\n")
     sys.stdout.flush()
 
 
 def open_listeners() -> list[socket.socket]:
-    """Listen on an ephemeral port of the kernel's choice and on others all over its range: a firewall may let some of them in.
+    """Listen on an ephemeral port of the kernel's choice and on eight others all over its range: a firewall may let some of them in.
 
     Returns:
         The listeners; none if this process may not listen.
@@ -75,11 +61,11 @@ def open_listeners() -> list[socket.socket]:
     except OSError:
         pass
     first, last = (int(words[0]), int(words[1])) if len(words) == 2 else (32768, 60999)
-    step = max(1, (last - first + 1) // EXTRA_LISTENERS)
-    listeners = [listen(0), *(listen(first + number * step + step // 2) for number in range(EXTRA_LISTENERS))]
+    step = max(1, (last - first + 1) // 8)
+    listeners = [listen(0), *(listen(first + number * step + step // 2) for number in range(8))]
     opened = [listener for listener in listeners if listener]
     for listener in opened:
-        threading.Thread(target=accept_connections, args=(listener,), daemon=True).start()
+        threading.Thread(target=_accept_connections, args=(listener,), daemon=True).start()
     return opened
 
 
@@ -105,12 +91,8 @@ def listen(port: int) -> socket.socket | None:
     return None
 
 
-def accept_connections(listener: socket.socket) -> None:
-    """Accept and close connections: a full queue would refuse further ones.
-
-    Args:
-        listener: The listener, until it is closed.
-    """
+def _accept_connections(listener: socket.socket) -> None:
+    """Accept and close connections: a full queue would refuse further ones."""
     while True:
         try:
             listener.accept()[0].close()
@@ -142,25 +124,18 @@ def test_targets(targets: list[tuple[str, int]], seconds: float) -> list[str]:
     Returns:
         For each target the error, empty for none.
     """
-    reasons = open_connections(targets, seconds)
+    reasons = _open_connections(targets, seconds)
     if lost := [number for number, reason in enumerate(reasons) if reason.startswith("packets of")]:
-        again = open_connections([targets[number] for number in lost], seconds)
+        again = _open_connections([targets[number] for number in lost], seconds)
         for number, reason in zip(lost, again):  # noqa: B905 - hosts may have a Python that has no `strict`
             reasons[number] = reason
     return reasons
 
 
-def open_connections(targets: list[tuple[str, int]], seconds: float) -> list[str]:
+def _open_connections(targets: list[tuple[str, int]], seconds: float) -> list[str]:
     """Connect to targets and send full packets.
 
     Kernels acknowledge data even if no program reads it.
-
-    Args:
-        targets: Addresses and ports.
-        seconds: The time for connecting.
-
-    Returns:
-        For each target the error, empty for none.
     """
     reasons = ["timed out"] * len(targets)
     poll = select.poll()
@@ -185,7 +160,7 @@ def open_connections(targets: list[tuple[str, int]], seconds: float) -> list[str
         left = (deadline if connecting else ack_deadline) - time.monotonic()
         if left <= 0:
             break
-        for descriptor, _ in poll.poll(1000 * min(left, POLL_SECONDS if awaiting_ack else left)):
+        for descriptor, _ in poll.poll(1000 * min(left, 0.005 if awaiting_ack else left)):
             if descriptor in awaiting_ack:  # closed by the peer: the data has arrived
                 number, connection, _, _ = awaiting_ack.pop(descriptor)
                 poll.unregister(descriptor)
@@ -194,16 +169,17 @@ def open_connections(targets: list[tuple[str, int]], seconds: float) -> list[str
             number, connection = connecting.pop(descriptor)
             code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             reasons[number] = os.strerror(code) if code else ""
-            sent = 0 if code else send_full_packets(connection)
+            sent = 0 if code else _send_full_packets(connection)
             if sent:
                 awaiting_ack[descriptor] = number, connection, sent, path_mtu(connection)
                 poll.modify(connection, 0)
-                ack_deadline = time.monotonic() + FULL_PACKET_TIMEOUT_SECONDS
+                # Lost packets are sent again after 0.2, 0.6 and 1.4 s (RFC 6298; Linux waits 0.2 s at least).
+                ack_deadline = time.monotonic() + 2.0
             else:
                 poll.unregister(descriptor)
                 connection.close()
         for descriptor, (_, connection, sent, _) in list(awaiting_ack.items()):
-            if unacknowledged_bytes(connection) < sent:
+            if _unacknowledged_bytes(connection) < sent:
                 del awaiting_ack[descriptor]
                 poll.unregister(descriptor)
                 connection.close()
@@ -215,30 +191,16 @@ def open_connections(targets: list[tuple[str, int]], seconds: float) -> list[str
     return reasons
 
 
-def send_full_packets(connection: socket.socket) -> int:
-    """Send two full packets and no shorter one, which would arrive where full ones are lost.
-
-    Args:
-        connection: A connected socket.
-
-    Returns:
-        Bytes that the kernel accepted; 0 if the peer has closed.
-    """
+def _send_full_packets(connection: socket.socket) -> int:
+    """Send two full packets and no shorter one, which would arrive where full ones are lost."""
     try:
         return connection.send(bytes(2 * connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)))
     except OSError:
         return 0
 
 
-def unacknowledged_bytes(connection: socket.socket) -> int:
-    """Count the sent bytes that the peer's kernel has not acknowledged (tcp(7), SIOCOUTQ).
-
-    Args:
-        connection: A connected socket.
-
-    Returns:
-        Bytes.
-    """
+def _unacknowledged_bytes(connection: socket.socket) -> int:
+    """Count the sent bytes that the peer's kernel has not acknowledged (tcp(7), SIOCOUTQ)."""
     count: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
     return count
 

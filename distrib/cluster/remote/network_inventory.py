@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-MAX_GIDS = 16
-"""Addresses of an RDMA port that are read for the names of its interfaces."""
-
 
 def network_identity() -> str:
     """Return a text that is equal for two names of one network stack."""
@@ -32,15 +29,8 @@ def read_port_range() -> list[int] | None:
     return [int(word) for word in words] if len(words) == 2 else None
 
 
-def dump_netlink(kind: int) -> Iterator[bytes]:
-    """Request a dump from the kernel (rtnetlink(7)); the program `ip` may be missing.
-
-    Args:
-        kind: RTM_GETLINK or RTM_GETADDR.
-
-    Yields:
-        The bodies of the replies.
-    """
+def _dump_netlink(kind: int) -> Iterator[bytes]:
+    """Request a dump from the kernel (rtnetlink(7)); the program `ip` may be missing."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as sock:
         sock.settimeout(2)
         sock.bind((0, 0))
@@ -55,15 +45,8 @@ def dump_netlink(kind: int) -> Iterator[bytes]:
                 data = data[(length + 3) & ~3 :]
 
 
-def parse_attributes(data: bytes) -> dict[int, bytes]:
-    """Parse netlink attributes.
-
-    Args:
-        data: Bytes of a reply.
-
-    Returns:
-        Values by type.
-    """
+def _parse_attributes(data: bytes) -> dict[int, bytes]:
+    """Parse netlink attributes."""
     found = {}
     while len(data) >= 4:
         length, kind = struct.unpack("=HH", data[:4])
@@ -83,11 +66,11 @@ def read_interfaces() -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     below: dict[int, list[int]] = {}
     try:
-        for body in dump_netlink(18):  # RTM_GETLINK
+        for body in _dump_netlink(18):  # RTM_GETLINK
             _, kind, index, flags = struct.unpack("=BxHiI", body[:12])
-            fields = parse_attributes(body[16:])
+            fields = _parse_attributes(body[16:])
             name = fields.get(3, b"").rstrip(b"\0").decode()
-            linked = parse_attributes(fields.get(18, b"")).get(1, b"").rstrip(b"\0").decode()
+            linked = _parse_attributes(fields.get(18, b"")).get(1, b"").rstrip(b"\0").decode()
             here = f"/sys/class/net/{name}/"
             interface_kind = linked or ("physical" if os.path.exists(here + "device") else "unknown")
             speed, changes = read_proc_text(here + "speed"), read_proc_text(here + "carrier_changes")
@@ -109,9 +92,9 @@ def read_interfaces() -> list[dict[str, Any]]:
             if cards and each["kind"] == "bridge":  # it reports its fastest port, perhaps that of a virtual machine
                 speeds = [card["speed_bytes_per_second"] or 0 for card in cards]
                 each["speed_bytes_per_second"] = max(speeds) or None
-        for body in dump_netlink(22):  # RTM_GETADDR
+        for body in _dump_netlink(22):  # RTM_GETADDR
             family, prefix, flags, _, index = struct.unpack("=BBBBI", body[:8])
-            fields = parse_attributes(body[8:])
+            fields = _parse_attributes(body[8:])
             packed = fields.get(2) or fields.get(1)
             # Secondary and temporary addresses change.
             if packed and not flags & 1 and index in found and family in (socket.AF_INET, socket.AF_INET6):
@@ -164,7 +147,9 @@ def read_rdma_ports() -> list[dict[str, Any]]:
             # Up to QDR, 8 of 10 bits of InfiniBand are data, and the kernel reports all bits.
             data = 0.8 if layer == "InfiniBand" and re.search(r"\b[SDQ]DR\b", fields) else 1.0
             up = "ACTIVE" in read_proc_text(f"{base}/{port}/state") and layer in ("InfiniBand", "Ethernet")
-            names = (read_proc_text(f"{base}/{port}/gid_attrs/ndevs/{index}") for index in range(MAX_GIDS))
+            names = (
+                read_proc_text(f"{base}/{port}/gid_attrs/ndevs/{index}") for index in range(16)
+            )  # addresses that name interfaces
             found.append({"device": device, "port": int(port), "link_layer": layer, "up": up, "active": up and usable,
                           "netdevs": sorted(set(filter(None, names))),
                           "rate_bytes_per_second": data * float(rate.group(1)) * 1.25e8 if rate else None,

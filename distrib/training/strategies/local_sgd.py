@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
-from distrib.strategy import INNER_STEPS, OuterOptimizer, Strategy
+from distrib.strategy import OuterOptimizer, Strategy
 from distrib.training.checksums import bit_sum
 from distrib.training.collectives import broadcast_tensors, find_differing, flatten_tensors, unflatten_tensors
 from distrib.training.gradients.compression import create_compressor
@@ -106,7 +106,7 @@ class LocalSgdStrategy(TrainingStrategy):
             )
         self._rounds[optimizer] = _Round(optimizer, self.settings, self.world.size)
         has_momentum = any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
-        inner_steps, outer = self.settings.inner_steps or INNER_STEPS, self.settings.outer
+        inner_steps, outer = self.settings.steps_per_round, self.settings.outer
         if has_momentum and outer.momentum and inner_steps < 8 and not self._has_warned and not self.world.rank:
             self._has_warned = True
             log.warning(
@@ -238,7 +238,7 @@ class _Round:
         self.models: list[nn.Module] = []
         self._buffers: list[SynchronizedBuffers] = []
         self._optimizer, self._ranks = optimizer, ranks
-        self._steps = strategy.inner_steps or INNER_STEPS
+        self._steps = strategy.steps_per_round
         self._outer = strategy.outer
         self._dtype = create_compressor(strategy.gradients).value_dtype
         self._taken = 0
