@@ -881,7 +881,7 @@ def test_a_refusal_at_the_end_of_a_script_is_a_failure(tmp_path):
     assert result.returncode == 0, result.stderr  # no parameter was updated
     result = run_ranks(2, script, "learn", DISTRIB_STRATEGY='{"mode": "local"}')
     assert result.returncode == 1 and "done" in result.stdout, result.stderr
-    assert "distrib: rank 0: bias has learnt, but no prepared optimizer has it" in result.stderr
+    assert "distrib: rank 0: bias differs between ranks, and no prepared optimizer has it" in result.stderr
 
 
 def test_a_rank_that_cannot_end_its_last_round_has_failed(tmp_path):

@@ -153,13 +153,13 @@ def find_device(local_rank: int, environ: Mapping[str, str] = os.environ) -> tor
         if not gpus and (why := _why_no_cuda()):
             raise TrainingError(
                 f"local rank {local_rank} was given GPU {device.index}, but torch cannot use GPUs here: {why}",
-                hint="nvidia-smi says which CUDA the driver bears, torch.version.cuda which this torch was built for",
+                hint="compare the CUDA version of nvidia-smi with torch.version.cuda, for which this torch was built",
             )
         if device.index >= gpus:
             raise TrainingError(
                 f"local rank {local_rank} was given GPU {device.index}, but torch sees {gpus} GPU(s) on this host",
                 hint="start at most one rank for each GPU, or none: distrib-launch -x CUDA_VISIBLE_DEVICES= trains on CPUs; "
-                "where each rank is shown one GPU of its own, set DISTRIB_DEVICE=cuda:0",
+                "if each rank sees only its own GPU, set DISTRIB_DEVICE=cuda:0",
             )
         torch.cuda.set_device(device)
     return device
@@ -203,8 +203,8 @@ def _from_mpi(mpi: Any, environ: Mapping[str, str], is_started: bool) -> World:
     planned_rank = _integer(environ, RANK, comm.rank)
     if planned_rank != comm.rank:
         raise TrainingError(
-            f"MPI says that this is rank {comm.rank}, the plan says {planned_rank} (RANK)",
-            hint="leave RANK to whoever starts the ranks",
+            f"MPI started this process as rank {comm.rank}, but RANK={planned_rank} was planned",
+            hint="do not set RANK; the program that starts the ranks sets it",
         )
     local_rank = _first_integer(environ, LOCAL_RANK, OMPI_LOCAL_RANK, default=-1)
     local_size = _first_integer(environ, LOCAL_WORLD_SIZE, OMPI_LOCAL_SIZE, default=-1)

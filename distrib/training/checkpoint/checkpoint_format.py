@@ -104,7 +104,7 @@ def _check_opens(path: str, states: dict[str, Any]) -> None:
         where, what = _unsafe("", states) or ("", "something")
         raise TrainingError(
             f"cannot save {where or 'this'}: {what} could not be restored without running code",
-            hint="keep to numbers, strings and tensors in the states of what is saved",
+            hint="store only numbers, strings and tensors in the saved states",
         ) from error
     except (OSError, RuntimeError):
         pass  # some file systems cannot map files
@@ -219,7 +219,7 @@ def read(
         except (RuntimeError, ValueError, KeyError) as error:
             raise TrainingError(
                 f"{source}: the state of {name} does not fit: {error}",
-                hint="it was saved by another model or optimizer; restore it into one made alike, or name another file",
+                hint="restore it into the same model or optimizer, or name another file",
             ) from error
     values = move_to_device(values, device, lambda tensor: _place(tensor) in from_gpus)
     given = {name: thing for name, thing in objects.items() if name not in wanted}

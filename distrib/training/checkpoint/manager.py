@@ -125,9 +125,8 @@ class Checkpoints:
         if self._world.rank == 0 and (later := replicas.later(stamps, chosen)):
             rank, own, other = later
             log.warning(
-                f"{os.fspath(path)} as rank {chosen} has it, written {_when(own)}, is gone on from; rank {rank} has one that "
-                f"another run wrote later, {_when(other)}, which the next checkpoint replaces: is the older one, on rank {chosen}'s host, to "
-                "be removed?"
+                f"restored {os.fspath(path)} of rank {chosen}, written {_when(own)}: rank {rank} has a later one of another run, "
+                f"written {_when(other)}, which the next checkpoint replaces. Remove the older file to continue from the later one"
             )
         return chosen
 

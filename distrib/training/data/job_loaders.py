@@ -102,14 +102,11 @@ class JobLoaders(StepObserver):
             seeds = gather_objects([self._seed, torch.initial_seed()])
             # A script that seeds ranks differently makes its own samples. Without any seed, ranks differ from the start.
             self._is_checked |= any(first != last for first, last in seeds) and len({last for _, last in seeds}) > 1
-            if (
-                self._compared
-                and any(find_differing([loader.first_read for loader in self._compared]))
-                and not self._context.rank
-            ):
+            differing = find_differing([loader.first_read for loader in self._compared]) if self._compared else []
+            if any(differing) and not self._context.rank:
                 log.warning(
                     "a sampler or an IterableDataset given to job.prepare does not begin with the same samples on every "
-                    f"rank, and each rank keeps one of {self._context.ranks} batches: samples are read twice or never. Seed it alike on "
+                    f"rank, and each rank keeps one of {self._context.ranks} batches: samples are read twice or never. Seed it equally on "
                     "every rank; if it shards by rank itself, leave its loader out of job.prepare"
                 )
         self._compared.clear()

@@ -239,7 +239,7 @@ def wrap_model(
     """
     if device.type == "cuda" and settings.balance and FORMATS[settings.gradients.format].whole_buckets:
         raise TrainingError(
-            f"{settings.gradients.format} waits on GPUs for the other ranks inside of backward: --balance could not tell who is slow",
+            f"{settings.gradients.format} waits for other ranks inside backward on GPUs, so --balance cannot measure the speed of a rank",
             hint="use other --gradients, or leave out --balance",
         )
     model = model.to(device)

@@ -35,7 +35,7 @@ class HorovodStrategy(AllReduceStrategy):
         """
         super().__init__(strategy, world, device)
         try:
-            import horovod.torch as hvd
+            import horovod.torch as hvd  # optional
         except ImportError as error:
             raise TrainingError(
                 f"Horovod is not installed here: {error}",

@@ -93,15 +93,15 @@ class LocalSgdStrategy(TrainingStrategy):
         super().prepare_optimizer(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TrainingError(
-                f"{type(optimizer).__name__} cannot be used in mode local: it takes the change of parameters from one step to the next "
-                "for its own, and every round ends with one that is all ranks'",
+                f"{type(optimizer).__name__} cannot be used in mode local: it estimates curvature from changes of the parameters, and "
+                "each synchronization changes them",
                 hint="use --mode sync",
             )
         schedule_free = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
         if schedule_free:
             raise TrainingError(
-                f"{type(optimizer).__name__} cannot be used in mode local: its eval() makes parameters of what it keeps beside them, which "
-                "is each rank's own",
+                f"{type(optimizer).__name__} cannot be used in mode local: its eval() computes parameters from state that differs "
+                "between ranks",
                 hint="use --mode sync",
             )
         self._rounds[optimizer] = _Round(optimizer, self.settings, self.world.size)
@@ -224,8 +224,8 @@ class LocalSgdStrategy(TrainingStrategy):
         for name in diverged:
             if others[name].requires_grad:
                 raise TrainingError(
-                    f"{name.partition('.')[2]} has learnt, but no prepared optimizer has it: in mode local every rank has its own",
-                    hint="let an optimizer make the update, and prepare it too; freeze what only follows a model, such as an average",
+                    f"{name.partition('.')[2]} differs between ranks, and no prepared optimizer has it",
+                    hint="prepare the optimizer that updates it, or freeze it if it only follows a model, such as an average",
                 )
         _average([others[name] for name in diverged], self.world.size)
 
