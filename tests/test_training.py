@@ -588,7 +588,8 @@ def test_worlds(capsys):
         "distrib: warning: mpirun started 2 processes",
     ]
     with pytest.raises(TrainingError, match=r"MPI started 1 rank\(s\), but 8 were planned \(OMPI_COMM_WORLD_SIZE\)"):
-        _from_mpi(types.SimpleNamespace(rank=0, size=1), {"OMPI_COMM_WORLD_SIZE": "8"}, True)
+        mpi = types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(rank=0, size=1))
+        _from_mpi(mpi, {"OMPI_COMM_WORLD_SIZE": "8"}, True)
 
 
 def test_ranks_of_which_some_see_no_gpu_do_not_wait_for_each_other():
