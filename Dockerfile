@@ -14,7 +14,7 @@ RUN python3 -m venv /opt/distrib
 COPY pyproject.toml constraints.txt README.md LICENSE /src/
 COPY distrib /src/distrib
 COPY launch /src/launch
-RUN pip install --no-cache-dir -c /src/constraints.txt '/src[examples]' && rm -rf /src
+RUN pip install --no-cache-dir -c /src/constraints.txt '/src[examples,plot]' && rm -rf /src
 COPY --chown=trainer examples /home/trainer/examples
 COPY --chown=trainer hostfiles /home/trainer/hostfiles
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from distrib.errors import ConfigError
+from distrib.utils.plotting import check_plot_path
 from tests.conftest import ROOT
 
 FOLDERS = {"distrib": "distrib", "distrib_launch": "launch/distrib_launch"}
@@ -152,3 +154,9 @@ def test_no_import_cycles_also_by_imports_inside_functions():
         grimp.build_graph("distrib", "distrib_launch", cache_dir=None, exclude_type_checking_imports=True)
     )
     assert cycles == []
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"distrib\[plot\]"):
+        check_plot_path("a.svg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ def check_plot_path(path: str) -> None:
         path: The file to write.
 
     Raises:
-        ConfigError: The suffix is not supported, or the file cannot be written.
+        ConfigError: The suffix is not supported, the file cannot be written, or matplotlib is not installed.
     """
+    if not importlib.util.find_spec("matplotlib"):
+        raise ConfigError("--plot: matplotlib is not installed", hint="pip install 'distrib[plot]'")
     target = Path(path)
     if target.suffix.lower() not in PLOT_SUFFIXES:
         raise ConfigError(
