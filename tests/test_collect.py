@@ -171,6 +171,4 @@ def test_the_limit_of_open_files_is_raised_or_refused():
         for hard in (4096, 1024)
     ]
     assert told[0] == "2928\n"
-    assert told[1].startswith(
-        "800 ranks on 100 hosts need about 2928 open files here, and no more than 1024 are allowed"
-    )
+    assert told[1].startswith("800 ranks on 100 hosts need about 2928 open files here, but the limit is 1024")

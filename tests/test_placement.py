@@ -248,9 +248,9 @@ def test_what_the_user_says_about_threads_and_binding_is_kept(tmp_path, script):
 
 def test_the_plan_shows_processors_as_far_as_they_are_known(tmp_path, script):
     told = run(tmp_path, "--dry-run", "-np", "1", script).stdout
-    assert f"processors {ranges(sorted(os.sched_getaffinity(0)))}, " in told
+    assert f"CPUs {ranges(sorted(os.sched_getaffinity(0)))}, " in told
     told = run(tmp_path, "--dry-run", "-H", "far:2", script).stdout
-    assert "far: ranks 0 to 1, device auto (its GPUs, if it has any), processors decided on the host" in told
+    assert "far: ranks 0 to 1, device auto (its GPUs, if it has any), CPUs decided on the host" in told
 
 
 def test_a_host_that_forbids_binding_runs_the_job_unbound_and_says_so(tmp_path, script):

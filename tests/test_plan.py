@@ -310,7 +310,10 @@ def test_mistakes_are_one_line(tmp_path, words, says):
             "argument --batch: '1000000000' is not a valid number of samples; give 1 or more, of at",
         ),
         (["--efficiency", "0"], "argument --efficiency: '0' needs no network; give more than 0%"),
-        (["--nodes", "64..1"], "argument --nodes: '64..1' is no count of hosts; write such as 16, 1..64 or 1,2,4"),
+        (
+            ["--nodes", "64..1"],
+            "argument --nodes: '64..1' is not a valid number of hosts; write such as 16, 1..64 or 1,2,4",
+        ),
         (["--nodes", "1..999999999"], "argument --nodes: '1..999999999' is more than 100,000 hosts"),
         (["-H", "a:2", "-H", "b:2"], "-H is given twice, a:2 and b:2; name all hosts in one list or file: a:2,b:2"),
     ],
@@ -351,7 +354,7 @@ def test_the_efficiency_that_is_wanted_is_shown_as_it_was_given():
 @pytest.mark.parametrize("nodes", ["0", "4..2", "x", "1..", "-1", "1e3"])
 def test_counts_that_are_none(nodes):
     done = plan("--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--nodes", nodes)
-    assert done.returncode == 2 and "is no count of hosts" in done.stderr
+    assert done.returncode == 2 and "is not a valid number of hosts" in done.stderr
 
 
 def test_a_hundred_thousand_gpus_are_planned():

@@ -21,11 +21,7 @@ from distrib.errors import ConfigError
 if TYPE_CHECKING:
     from distrib.cluster.topology import Gpus
 
-MAX_INDEX = 4095
-"""Largest index of a slot or GPU; larger ones are typing errors."""
 SYNTAX_HINT = "write hosts between @ and indices after a colon, such as host:0,2@host2@node[3-8]:1"
-
-_INDICES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 class SelectedHost(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +83,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
         names, indices = _split_indices(item.strip(), place)
         if "," in re.sub(r"\[[^\]]*\]", "", names):
             raise place.error(
-                f"{shown(item.strip())} has a comma between hosts", "hosts are separated by @: n1@n2, or n[1-2]"
+                f"{shown(item.strip())} has a comma between hosts", "separate hosts by @: n1@n2, or n[1-2]"
             )
         for name in parse_expression(names, place, Notes()).names:
             key = name.lower()
@@ -115,9 +111,9 @@ def _split_indices(item: str, place: SourcePlace) -> tuple[str, tuple[int, ...] 
         raise place.error(f"{shown(item)} has too many colons", "write an IPv6 address in brackets: [fd00::1]:0,2")
     found: set[int] = set()
     for part in item[colon + 1 :].split(","):
-        match = _INDICES.fullmatch(part.strip())
+        match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last or last > MAX_INDEX:
+        if first > last or last > 4095:  # a typing error
             raise place.right(colon + 1).error(f"{shown(part)} is not a valid index of a slot or GPU", SYNTAX_HINT)
         found.update(range(first, last + 1))
     return item[:colon].rstrip(), tuple(sorted(found))
@@ -138,9 +134,7 @@ def select_hosts(
         ConfigError: A host, index or GPU type does not exist, or no host is left.
     """
     if host_filter.include is not None and host_filter.exclude is not None:
-        raise ConfigError(
-            "--include and --exclude exclude each other", hint="say what to take or what to leave, not both"
-        )
+        raise ConfigError("--include and --exclude are both given", hint="give one of them")
     if host_filter.gpu_type is not None:
         hosts = _of_gpu_type(hosts, gpus, host_filter.gpu_type)
     option, text = host_filter.text
@@ -162,8 +156,8 @@ def select_hosts(
     left = tuple(each for each in selected if each.host.name not in host_filter.dropped)
     if not left:
         raise ConfigError(
-            f"no host is left: {name_hosts(host_filter.dropped)} cannot take part, and all others are excluded",
-            hint="see distrib-topo check; and --include or --exclude less",
+            f"no host is left: {name_hosts(host_filter.dropped)} failed, and all others are excluded",
+            hint="see distrib-topo check, or exclude fewer hosts",
         )
     return left
 
@@ -184,7 +178,7 @@ def select_server_hosts(hosts: Sequence[Host], host_filter: HostFilter) -> tuple
         if named.get(host.name.lower()) is not None:
             raise ConfigError(
                 f"{option} names slots of {host.name}, which has role=server",
-                hint="name the host without indices; --servers N says how many servers there are",
+                hint="name the host without indices; --servers N sets the number of servers",
             )
     selected = [host for host in hosts if (host.name.lower() in named) == (option == "--include")]
     if option == "--include" and not selected:

@@ -42,22 +42,10 @@ UNKNOWN_WORKLOAD = (
 )
 
 
-def find_workload(
+def _find_workload(
     options: LaunchOptions, topology: Topology | None, hosts: Sequence[str]
 ) -> tuple[Workload, str] | None:
-    """Find the workload of a job.
-
-    Args:
-        options: Options of the launch.
-        topology: Description of the hosts.
-        hosts: Names of the hosts.
-
-    Returns:
-        The workload of `--workload`, else the profile beside the script, with its origin; None if there is neither.
-
-    Raises:
-        ConfigError: The workload or the file is not valid.
-    """
+    """Find the workload of a job."""
     given = options.workload
     if given == "none":
         return None
@@ -96,7 +84,7 @@ def forecast(plan: LaunchPlan, options: LaunchOptions, topology: Topology | None
         return Forecast(strategy=plan.strategy, notes=(note,))
 
     try:
-        found = find_workload(options, topology, [host.name for host in plan.hosts])
+        found = _find_workload(options, topology, [host.name for host in plan.hosts])
     except ConfigError as error:
         if options.workload is not None:
             raise
@@ -240,7 +228,7 @@ def _warning(
         own = () if chosen.mode == "sync" else _only_of(plan.strategy)
         without = f" without {' '.join(own)}" if own else ""
         lines.append(f"--mode auto{without}: {same.prediction.efficiency:.0%}, {same.convergence}")
-    other = mildest(advice, threshold, chosen)
+    other = _mildest(advice, threshold, chosen)
     if other and other.prediction.efficiency >= prediction.efficiency + 2 * MIN_GAIN:
         lines.append(f"{' '.join(_options(other, plan))}: {other.prediction.efficiency:.0%}, {other.convergence}")
     if few:
@@ -268,14 +256,8 @@ _SEVERITY = (*FORMATS, "accumulate", "local", "async")
 """Changes of the arithmetic, mildest first."""
 
 
-def mildest(advice: Sequence[Recommendation], threshold: float, chosen: Strategy) -> Recommendation | None:
-    """Return the mildest recommendation that changes the arithmetic and reaches the threshold, else the fastest.
-
-    Args:
-        advice: Recommendations, fastest first.
-        threshold: Wanted scaling efficiency, 0 to 1.
-        chosen: Present strategy.
-    """
+def _mildest(advice: Sequence[Recommendation], threshold: float, chosen: Strategy) -> Recommendation | None:
+    """Return the mildest recommendation that changes the arithmetic and reaches the threshold, else the fastest."""
     changing = [each for each in advice if not (each.exact or each.batch or is_equivalent(each.strategy, chosen))]
     enough = [each for each in changing if each.prediction.efficiency >= threshold]
     return min(enough, key=lambda each: _severity(each.strategy), default=changing[0] if changing else None)

@@ -23,9 +23,6 @@ OTHER_LAUNCHERS = {
 }  # fmt: skip
 """Hints for options of torchrun, mpirun, srun, DeepSpeed and accelerate."""
 
-MAX_DIGITS = 9
-"""Limit for numbers in options: larger ones are typing errors, and int() takes quadratic time."""
-
 
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises ConfigError and accepts no abbreviations, which new options would make ambiguous."""
@@ -133,8 +130,9 @@ def integer(what: str, minimum: int = 1) -> Callable[[str], int]:
     """
 
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS or int(text) < minimum:
-            most = f", of at most {MAX_DIGITS} digits" if len(text) > MAX_DIGITS else ""
+        # More than nine digits are a typing error, and int() would take quadratic time.
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < minimum:
+            most = ", of at most 9 digits" if len(text) > 9 else ""
             raise argparse.ArgumentTypeError(
                 f"{text[:40]!r} is not a valid number of {what}; give {minimum} or more{most}"
             )

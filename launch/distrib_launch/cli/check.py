@@ -119,16 +119,10 @@ def queried_hosts(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the hosts and print the results.
+    """Check the hosts and print the results; return 0 if a job may start on them, else 3.
 
     Args:
         options: Parsed options.
-
-    Returns:
-        0 if a job may start on the hosts, else 3.
-
-    Raises:
-        DistribError: Options or files are not valid.
     """
     script = files.absolute_path(options.script) if options.script else None
     if script and not files.is_file(script):

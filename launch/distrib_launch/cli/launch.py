@@ -21,18 +21,12 @@ from distrib_launch.arguments.launch_arguments import launch_options, parser
 from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
 from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
 
-MAX_HOST_LINES = 3
-"""Largest number of equal hosts that the plan shows with a line each; more of them share one line."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command and return its exit code.
 
     Args:
         argv: Command line without the program's name; None: that of this process.
-
-    Returns:
-        The exit code.
     """
     signals.raise_on_termination()  # until a job runs, which handles signals itself
     arguments = None
@@ -112,24 +106,24 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _host_lines(plan: LaunchPlan) -> Iterator[str]:
-    """Yield a line for each host with its workers and servers; consecutive equal hosts share one."""
+    """Yield a line for each host with its workers and servers; more than three consecutive equal hosts share one."""
     first = 0
-    told: list[tuple[str, int, int, str]] = []  # host, its workers, their first rank, description
+    lines: list[tuple[str, int, int, str]] = []  # host, its workers, their first rank, description
     for host in plan.hosts:
-        beside = [rank.rank for rank in plan.ranks if rank.role == "server" and rank.host == host.name]
-        servers = f"parameter server {_numbers(beside)}, a free port chosen at launch" if beside else ""
+        server_ranks = [rank.rank for rank in plan.ranks if rank.role == "server" and rank.host == host.name]
+        servers = f"parameter server {_numbers(server_ranks)}, a free port chosen at launch" if server_ranks else ""
         ranks = plan.ranks[first : first + host.workers]
         devices = list(dict.fromkeys(rank.device for rank in ranks))
         shown = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else "".join(devices)
         shown += " (its GPUs, if it has any)" if shown == "auto" else ""
         if host.chosen is not None:
             shown += f", chosen: {','.join(map(str, host.chosen))}"
-        workers = f", device {shown}, {_processors(ranks)}" if ranks else ""
-        told.append((host.name, host.workers, first, "; ".join(filter(None, (workers, servers)))))
+        workers = f", device {shown}, {_cpus(ranks)}" if ranks else ""
+        lines.append((host.name, host.workers, first, "; ".join(filter(None, (workers, servers)))))
         first += host.workers
-    for (workers, rest), alike in groupby(told, key=lambda one: (one[1], one[3])):
-        names, _, starts, _ = zip(*alike, strict=True)
-        if len(names) <= MAX_HOST_LINES or not workers:
+    for (workers, rest), equal in groupby(lines, key=lambda one: (one[1], one[3])):
+        names, _, starts, _ = zip(*equal, strict=True)
+        if len(names) <= 3 or not workers:
             for name, start in zip(names, starts, strict=True):
                 yield f"{name}: {_numbers(range(start, start + workers)) if workers else ''}{rest}"
             continue
@@ -141,12 +135,12 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
-def _processors(ranks: Sequence[RankPlan]) -> str:
+def _cpus(ranks: Sequence[RankPlan]) -> str:
     if ranks[0].cpus is None:
-        return "processors decided on the host"
+        return "CPUs decided on the host"
     blocks = list(dict.fromkeys(rank.cpus or "not bound" for rank in ranks))
     shown = " | ".join(blocks if len(blocks) < 9 else [*blocks[:8], "..."])
-    return f"processors {shown}, {ranks[0].threads} thread(s) each"
+    return f"CPUs {shown}, {ranks[0].threads} thread(s) each"
 
 
 if __name__ == "__main__":

@@ -20,45 +20,19 @@ from distrib_launch.launch_options import LaunchOptions
 
 log = get_logger("launch")
 
-DECIDED_HERE = frozenset(
-    [
-        "help",
-        "version",
-        "hosts",
-        "ranks",
-        "topology",
-        "include",
-        "exclude",
-        "gpu_type",
-        "spread",
-        "engine",
-        "image",
-        "manifest",
-        "pod_resources",
-        "runtime_class",
-        "mpirun",
-        "ssh_command",
-        "interface",
-        "sync",
-        "dry_run",
-        "json",
-        "env",
-        "script",
-        "arguments",
-    ]
-)
+DECIDED_HERE = {
+    "help", "version", "hosts", "ranks", "topology", "include", "exclude", "gpu_type", "spread", "engine", "image", "manifest",
+    "pod_resources", "runtime_class", "mpirun", "ssh_command", "interface", "sync", "dry_run", "json", "env", "config",
+}  # fmt: skip
 """Options that the manifest contains already or that have no meaning inside the cluster."""
 
 
 def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
-    """Write the manifest of a launch to `--manifest` or standard output.
+    """Write the manifest of a launch to `--manifest` or standard output, and return the exit code 0.
 
     Args:
         options: Options of the launch.
         arguments: The parsed command line.
-
-    Returns:
-        The exit code 0.
 
     Raises:
         ConfigError: There is no `--image`, or the file cannot be written.
@@ -72,7 +46,7 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
     document = kubernetes.manifest(
         plan,
         pods,
-        words=launcher_words(arguments, rank_environment.FORWARDED_PREFIXES),
+        words=_launcher_words(arguments, rank_environment.FORWARDED_PREFIXES),
         environment=environment,
         grace_seconds=options.grace_seconds,
     )
@@ -93,13 +67,8 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def launcher_words(arguments: argparse.Namespace, forwarded: Sequence[str]) -> list[str]:
-    """Return the options for the launcher inside the cluster.
-
-    Args:
-        arguments: The parsed command line.
-        forwarded: Prefixes of variables that the launcher forwards without `-x`; the manifest's `env` has the values.
-    """
+def _launcher_words(arguments: argparse.Namespace, forwarded: Sequence[str]) -> list[str]:
+    """Return the options for the launcher inside the cluster."""
     words: list[str] = []
     for action in parser()._actions:
         value = getattr(arguments, action.dest, None)

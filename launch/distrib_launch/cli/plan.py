@@ -45,16 +45,10 @@ def add_options(plan: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Predict the scaling, and print and draw it.
+    """Predict the scaling, print and draw it, and return 0.
 
     Args:
         options: Parsed options.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        DistribError: Options or files are not valid, or the prediction is not possible.
     """
     for path in options.plot:
         plotting.check_plot_path(path)
@@ -77,7 +71,9 @@ def _nodes(given: str) -> tuple[int, ...]:
     for part in given.split(","):
         match = re.fullmatch(r" *([1-9][0-9]{0,8})(?: *\.\. *([1-9][0-9]{0,8}))? *", part)
         if not match or (match[2] and int(match[2]) < int(match[1])):
-            raise argparse.ArgumentTypeError(f"{given!r} is no count of hosts; write such as 16, 1..64 or 1,2,4")
+            raise argparse.ArgumentTypeError(
+                f"{given!r} is not a valid number of hosts; write such as 16, 1..64 or 1,2,4"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last > MAX_HOSTS:
             raise argparse.ArgumentTypeError(f"{given!r} is more than {MAX_HOSTS:,} hosts")

@@ -12,11 +12,9 @@ from distrib.bandwidth_model.recommendations import Recommendation, faster_subse
 from distrib.bandwidth_model.scaling import NEGLIGIBLE_FRACTION
 from distrib.units import duration_text, number_text, rate_text, size_text
 
-COLUMNS = 100
-
 
 def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
-    """Format the plan in lines of at most `COLUMNS` characters; only tables may be wider.
+    """Format the plan in lines of at most 100 characters; only tables may be wider.
 
     Args:
         request: Request of the plan.
@@ -51,7 +49,7 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _ranks(request: PlanRequest) -> str:

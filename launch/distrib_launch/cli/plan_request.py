@@ -20,12 +20,6 @@ from distrib.errors import ConfigError
 from distrib_launch.host_selection import HostFilter, SelectedHost, select_hosts
 from distrib_launch.runner import read_hosts, read_topology_for
 
-MAX_NAMED_HOSTS = 64
-"""Number of hosts of a hypothetical cluster that are modelled one by one; further ones are extrapolated."""
-
-DEFAULT_MAX_HOSTS = 16
-"""Number of hosts of the largest prediction if the user and the topology give none."""
-
 
 def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> PlanRequest:
     """Build the request from the options of `distrib-topo plan`.
@@ -33,9 +27,6 @@ def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> 
     Args:
         options: The parsed options.
         host_filter: Selects hosts as in a launch.
-
-    Returns:
-        The request.
 
     Raises:
         ConfigError: An option is missing, or names something unknown.
@@ -58,7 +49,7 @@ def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> 
             f"{options.hosts or '--ranks-per-node'}: {most} ranks on a host, expected {MAX_GPUS} at most",
             hint="lower --ranks-per-node, or the slots in the hostfile",
         )
-    nodes = options.nodes or _powers_of_two(len(hosts) or DEFAULT_MAX_HOSTS)
+    nodes = options.nodes or _powers_of_two(len(hosts) or 16)
     if max(nodes) > 1 and not network and not networks:
         _check_network(topology)
     if topology:
@@ -69,7 +60,8 @@ def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> 
         is_changed = bool(gpu or assumed or gpudirect is not None)
         base = hypothetical.changed_cluster(topology, gpu, assumed, gpudirect) if is_changed else topology
     else:
-        hosts = hosts or {f"node{n + 1}": _default_ranks(workload) for n in range(min(max(nodes), MAX_NAMED_HOSTS))}
+        named = min(max(nodes), 64)  # further hosts are extrapolated, not modelled one by one
+        hosts = hosts or {f"node{n + 1}": _default_ranks(workload) for n in range(named)}
         device = None if workload.device == "cpu" else workload.device
         most = most or _default_ranks(workload)
         compared = [(each, hypothetical.hypothetical_cluster(tuple(hosts), most, device, each)) for each in networks]

@@ -79,16 +79,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the cluster.
+    """Show the cluster; return 0, or 3 if a queried host did not reply.
 
     Args:
         options: Parsed options.
-
-    Returns:
-        0, or 3 if a queried host did not reply.
-
-    Raises:
-        DistribError: Options or files are not valid.
     """
     for path in options.plot:  # before -o writes its file, which the corrected command would refuse to replace
         plotting.check_plot_path(path)

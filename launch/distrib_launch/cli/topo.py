@@ -26,13 +26,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command and return its exit code.
 
     Args:
         argv: Command line without the program's name; None: that of this process.
-
-    Returns:
-        The exit code.
     """
     signals.raise_on_termination()  # until a job runs, which handles signals itself
     ignore_closed_streams()

@@ -128,7 +128,7 @@ def query_hosts(
     say: Callable[[str], None],
     timeout: ReplyTimeout = ReplyTimeout(),  # noqa: B008 (it is immutable)
 ) -> dict[str, HostReply]:
-    """Query all hosts in parallel.
+    """Query all hosts in parallel; return replies by host, in the order of the queries.
 
     Args:
         queries: One for each host.
@@ -138,9 +138,6 @@ def query_hosts(
         sessions: Owner of the connections.
         say: Called with notices about hosts that take long.
         timeout: Time limits of each reply.
-
-    Returns:
-        Replies by host, in the order of the queries.
     """
     waiting = {query.name: None for query in queries}
 

@@ -46,13 +46,10 @@ class PreflightGate:
         """Dropped hosts with the reason for each."""
 
     def run(self, plan: LaunchPlan) -> tuple[LaunchPlan, list[str]]:
-        """Check the hosts.
+        """Check the hosts; return the plan to run, with the chosen network, and warnings for the result.
 
         Args:
             plan: Plan of the launch.
-
-        Returns:
-            The plan to run, with the chosen network, and warnings for the result.
 
         Raises:
             PreflightError: The job may not start.

@@ -126,15 +126,12 @@ class HostSessions:
         return output
 
     def query_again(self, host: str, line: str, seconds: float) -> str:
-        """Send one more line to the program on a host.
+        """Send one more line to the program on a host, and return its output.
 
         Args:
             host: Name of a host with a session.
             line: Request.
             seconds: Time limit.
-
-        Returns:
-            The output; empty if there is none.
 
         Raises:
             InterruptedError: The sessions were closed.
@@ -148,15 +145,12 @@ class HostSessions:
         return output.out
 
     def map_hosts(self, work: Callable[[Item], Outcome], items: Sequence[Item], at_once: int = 128) -> list[Outcome]:
-        """Call a function for all items in threads. An exception ends all sessions.
+        """Call a function for all items in threads, and return the results in their order. An exception ends all sessions.
 
         Args:
             work: Function that waits for a host.
             items: Its arguments.
             at_once: Number of threads, each with three pipes.
-
-        Returns:
-            The results, in the order of the items.
         """
         pool = ThreadPoolExecutor(max_workers=min(at_once, max(1, len(items))), thread_name_prefix="preflight")
         try:

@@ -29,8 +29,6 @@ KINDS_BY_PREFERENCE = (
 )
 """Kinds of interfaces, best first. Tunnels and bridges without a NIC may lead to the other hosts, but only if nothing better does."""
 
-NAMED_BY_USER = "chosen with --interface"
-
 
 class NoNetworkError(PreflightError):
     """Error for hosts without a usable interface; `hosts` has the reason for each."""
@@ -123,7 +121,6 @@ def choose_network(
     usable, doubles = _candidates(inventories)
     if wanted:
         usable = _only_wanted(usable, inventories, doubles, wanted)
-    reason = NAMED_BY_USER if wanted else ""
     failed = failed or {}
     shut = {c: failed[str(c.address.ip)] for c in usable if str(c.address.ip) in failed}
     shared, _ = _best_subnet(usable, inventories, reached_at)
@@ -163,7 +160,7 @@ def choose_network(
     )
     return ClusterNetwork(
         subnet=str(subnet) if subnet else None,
-        reason=reason or why,
+        reason="chosen with --interface" if wanted else why,
         hosts=hosts,
         passed_over=(
             *(f"{what}: the same address on {hosts_of}" for what, hosts_of in doubles.items()),

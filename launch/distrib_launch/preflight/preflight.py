@@ -27,7 +27,6 @@ from distrib_launch.preflight.check_result import (
     error,
     fold_by_host,
     table_text,
-    warning,
 )
 from distrib_launch.preflight.collect import HostQuery, HostReply, query_hosts
 from distrib_launch.preflight.connectivity import (
@@ -211,7 +210,7 @@ def evaluate(
             interpreters=replies.interpreters,
             local=replies.local,
             transport=replies.transport,
-            clock_offsets={host: clock_offset(of_hosts[host]) for host in inventories},
+            clock_offsets={host: _clock_offset(of_hosts[host]) for host in inventories},
             script=question.script or "",
             directory=question.directory or "",
         )
@@ -220,8 +219,6 @@ def evaluate(
     if len({facts.network_identity for facts in inventories.values()} | {replies.local.network_identity}) > 1:
         network, problems = _network(replies, hosts, inventories, interface, environ)
         found += problems
-    if network:
-        found += _mtu_warnings(network)
     silent = [host for host in hosts if host not in inventories]
     checks = complete_results(hosts, found, silent, replies.transport)
     return PreflightReport(
@@ -273,7 +270,7 @@ def check_hosts(
     interface: str | None = None,
     environ: Mapping[str, str],
 ) -> tuple[PreflightReport, HostReplies]:
-    """Evaluate the hosts of a plan and test the chosen network; if the test fails, choose the next.
+    """Evaluate the hosts of a plan and test the chosen network; if the test fails, choose the next. Return the report and all replies.
 
     Args:
         plan: Plan of the launch.
@@ -282,9 +279,6 @@ def check_hosts(
         question: Paths that the job needs.
         interface: Value of `--interface`.
         environ: Variables that the user has set for ranks.
-
-    Returns:
-        The report, and the replies with the test connections.
     """
     requirements = requirements_of(plan, replies, os.environ)
     while True:
@@ -337,15 +331,8 @@ def local_target(addresses: Collection[str], sessions: HostSessions) -> list[Pro
     return [ProbeTarget(host="", addresses=tuple(sorted(addresses)), ports=ports, from_all=True)] if ports else []
 
 
-def clock_offset(reply: HostReply) -> float:
-    """Return the smallest offset of the host's clock that the query's times allow.
-
-    Args:
-        reply: Reply with an inventory.
-
-    Returns:
-        Seconds by which the host's clock is ahead of this machine's; negative: behind.
-    """
+def _clock_offset(reply: HostReply) -> float:
+    """Return the smallest offset of the host's clock that the query's times allow, in seconds; negative: it is behind."""
     assert reply.inventory
     theirs = reply.inventory.time
     return max(0.0, theirs - reply.answered) or min(0.0, theirs - reply.asked)
@@ -363,18 +350,6 @@ def _reached_at(inventories: Mapping[str, Inventory], replies: HostReplies) -> d
             if own := next(iter(source_addresses(others[:1])), None):
                 found[host] = own
     return found
-
-
-def _mtu_warnings(network: ClusterNetwork) -> list[CheckResult]:
-    mtus = {choice.host: f"{choice.mtu}" for choice in network.hosts if choice.mtu}
-    if not mtus:
-        return []
-    common, odd = host_checks.odd_ones(mtus)
-    fix = "large packets may be lost between them; set the same MTU everywhere"
-    return [
-        warning(host, "network", f"{network.of(host).interface} has MTU {mtu}, the others' {common}", fix)
-        for host, mtu in odd.items()
-    ]
 
 
 def requirements_of(plan: LaunchPlan, replies: HostReplies, environ: Mapping[str, str]) -> dict[str, HostRequirements]:
@@ -434,8 +409,8 @@ def apply_network(
     """
     network = report.network
     if network is None:  # every host is this machine, perhaps by a name that only ssh knows
-        alone = report.inventories and not source_addresses([host.name for host in plan.hosts])
-        return msgspec.structs.replace(plan, listen=("127.0.0.1",)) if alone else plan
+        is_local = report.inventories and not source_addresses([host.name for host in plan.hosts])
+        return msgspec.structs.replace(plan, listen=("127.0.0.1",)) if is_local else plan
     choices = {choice.host: choice for choice in network.hosts}
     hosts = tuple(
         msgspec.structs.replace(
@@ -465,8 +440,10 @@ def apply_network(
 
 def _seen_as(report: PreflightReport, replies: HostReplies) -> tuple[str, ...]:
     """Return the addresses of this machine that every host's sshd reports; empty behind a gateway or jump host."""
-    told = [report.inventories[host].ssh_connection[:1] for host in report.hosts if host not in replies.own_names]
-    addresses = dict.fromkeys(connection[0] if connection else "127.0.0.1" for connection in told)
+    connections = [
+        report.inventories[host].ssh_connection[:1] for host in report.hosts if host not in replies.own_names
+    ]
+    addresses = dict.fromkeys(connection[0] if connection else "127.0.0.1" for connection in connections)
     ours = all(not address.startswith("127.") and address != "::1" and is_here(address) for address in addresses)
     return tuple(addresses) if ours else ()
 

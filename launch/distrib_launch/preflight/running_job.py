@@ -24,15 +24,12 @@ from distrib_launch.preflight.preflight import (
 
 
 def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None]) -> PreflightError | None:
-    """Query hosts that did not start their ranks, and return the reasons.
+    """Query hosts that did not start their ranks, and return the reasons; None if all of them seem healthy.
 
     Args:
         plan: Plan of the launch.
         hosts: Hosts without ranks.
         say: Called with notices about hosts that take long.
-
-    Returns:
-        The reasons; None if all of them seem healthy.
     """
     silent = [host for host in plan.hosts if host.name in hosts]
     question = question_of(plan)
@@ -54,14 +51,11 @@ RUNTIME_CHECKS = ("ssh", "srun", "cuda", "gpus", "network")
 
 
 def recheck(plan: LaunchPlan, sessions: HostSessions) -> list[str]:
-    """Query the hosts of a running job, and test the connections between the addresses that they use.
+    """Query the hosts of a running job, test their connections, and return errors and warnings about GPUs and the network.
 
     Args:
         plan: Plan of the job.
         sessions: Owner of new connections.
-
-    Returns:
-        Errors, and warnings about GPUs and the network, as lines.
     """
     remote = engines.shell_to_hosts(plan)
     assert remote

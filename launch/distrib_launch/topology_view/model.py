@@ -12,11 +12,7 @@ import msgspec
 from distrib.cluster.hardware_checks import HardwareCheck, check_hardware
 from distrib.cluster.hostfile import HostList
 from distrib.cluster.link_spec import KIND_NAMES, parse_uplink_rate
-from distrib.cluster.links import (
-    Link,
-    intra_node_link,
-    link_between,
-)
+from distrib.cluster.links import Link, intra_node_link, link_between
 from distrib.cluster.node import Nic, NodeGroup, indices, shown_hosts
 from distrib.cluster.topology import Topology, check_hosts
 from distrib.cluster.uplinks import switch_oversubscription, uplink_rate, uplinks_between
@@ -162,8 +158,8 @@ def view_of(hosts: HostList | None, topology: Topology | None) -> View:
         notes += check_hosts(topology, hosts)
     if topology is None:
         notes.append(
-            "no topology: nothing is known of these hosts but their names; --ask asks them (and -o FILE writes a topology file to go "
-            "on with; hostfiles/ has examples), `distrib-topo probe -o FILE` measures their links"
+            "no topology: only the names of these hosts are known; --ask queries them (-o FILE writes a topology file; hostfiles/ has "
+            "examples), `distrib-topo probe -o FILE` measures their links"
         )
     names = [host.name for host in hosts.hosts] if hosts else list(topology.hosts) if topology else []
     return View(
@@ -183,17 +179,17 @@ def view_of(hosts: HostList | None, topology: Topology | None) -> View:
 def _groups(hosts: HostList | None, topology: Topology | None, names: Sequence[str]) -> tuple[GroupView, ...]:
     listed = {host.name: host for host in hosts.hosts} if hosts else {}
     numbers = {id(group): number for number, group in enumerate(topology.nodes)} if topology else {}
-    alike: dict[tuple[int, int | None, str | None], list[str]] = {}
+    equal: dict[tuple[int, int | None, str | None], list[str]] = {}
     for name in names:
         group = topology.group_of(name) if topology else None
         host = listed.get(name)
         key = (numbers[id(group)] if group else -1, host.slots if host else None, host.role if host else None)
-        alike.setdefault(key, []).append(name)
+        equal.setdefault(key, []).append(name)
     return tuple(
         _group(topology.nodes[number], topology, members, slots, role)
         if topology and number >= 0
         else GroupView(hosts=shown_hosts(members), names=tuple(members), slots=slots, role=role, described=False)
-        for (number, slots, role), members in alike.items()
+        for (number, slots, role), members in equal.items()
     )
 
 
@@ -269,9 +265,9 @@ def _inside(group: NodeGroup, topology: Topology, names: Sequence[str]) -> tuple
     ends.append(("memory", "memory"))
     measured = {link.host.lower() for link in topology.measured.inside} if topology.measured else set()
     # Without measurements the hosts are equal: one of them stands for all.
-    asked = [name for name in names if name.lower() in measured] or list(names[:1])
+    chosen = [name for name in names if name.lower() in measured] or list(names[:1])
     found: dict[tuple[str, str], list[Link]] = {}
-    for name in asked:
+    for name in chosen:
         for source, target in ends:
             if way := intra_node_link(topology, name, source, target):
                 gpus = sum(end.startswith("gpu") for end in (source, target))
