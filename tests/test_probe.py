@@ -25,8 +25,6 @@ from distrib.probe.bench import statistics as samples
 from distrib.probe.diagnosis import remeasure
 from distrib.probe.diagnosis.check_inputs import collect_inputs
 from distrib.probe.diagnosis.checks import check_records
-from distrib.probe.diagnosis.gpus import find_gpudirect_without_gain
-from distrib.probe.diagnosis.nics import find_mixed_nics
 from distrib.probe.diagnosis.regressions import describe_comparison, find_regressions
 from distrib.probe.host_facts import ports_of_job, used_ports
 from distrib.probe.probe_report import bus_bandwidth, curve_table, describe_ranks, heat_map, links_table, scale_maximum
@@ -626,7 +624,7 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
 
     def gain_findings(collectives):
         records = [*Network(2).records(), *(CollectiveMeasurement(collective=each) for each in collectives)]
-        return list(find_gpudirect_without_gain(collect_inputs(records)))
+        return [finding for finding in check_records(records) if finding.kind == "gpudirect_off"]
 
     few = [curve(True, 1.0), curve(False, 1.0)]  # fewer hosts than the job has
     found = gain_findings([*few, curve(True, 1.0, 4), curve(False, gain, 4)])
@@ -834,7 +832,7 @@ def test_one_card_that_agreed_on_a_lower_rate_is_a_warning():
 @pytest.mark.parametrize("gbits", [(25, 10), (10, 25)])
 def test_of_two_cards_the_slower_one_is_told_of(gbits):
     said = tuple(facts(f"n{n + 1}", interfaces=card(rate)) for n, rate in enumerate(gbits))
-    found = find_mixed_nics(collect_inputs(Network(2).records(facts=said)))
+    found = [f for f in check_records(Network(2).records(facts=said)) if f.kind == "mixed_nics"]
     slower = gbits.index(10) + 1
     assert [f.what for f in found] == [f"n{slower}: NIC rate 10 Gb/s, other hosts have 25 Gb/s"]
 

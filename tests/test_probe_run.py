@@ -107,7 +107,7 @@ class Cluster:
         """Run a probe of these hosts and return its records."""
         found = []
         spec = ProbeSpec(hosts=self.hosts, present=self.hosts, mode=mode, done=done)
-        Coordinator(self, self, spec, self.hellos, found.append, before, IMPATIENT).run()
+        Coordinator(self, self.perform, spec, self.hellos, found.append, before, IMPATIENT).run()
         return found
 
 
@@ -245,7 +245,9 @@ def test_rank_0_knows_who_is_silent_at_the_end():
         cluster = Cluster(3, answer=answer)
         spec = ProbeSpec(hosts=cluster.hosts, present=cluster.hosts, mode="quick")
         found = []
-        (coordinator := Coordinator(cluster, cluster, spec, cluster.hellos, found.append, timeouts=IMPATIENT)).run()
+        (
+            coordinator := Coordinator(cluster, cluster.perform, spec, cluster.hellos, found.append, timeouts=IMPATIENT)
+        ).run()
         return coordinator.silent_hosts, of(ProbeEnded, found)[0].notes
 
     assert silent_after(usual) == ("", ())

@@ -36,11 +36,7 @@ from distrib.utils.mpi_env import OMPI_RANK
 
 
 def main() -> int:
-    """Run a rank until the probe ends.
-
-    Returns:
-        The exit code.
-    """
+    """Run a rank until the probe ends. Returns the exit code."""
     spec = msgspec.json.decode(sys.argv[1], type=ProbeSpec)
     mpi = _init_mpi()
     comm = mpi.COMM_WORLD
@@ -75,7 +71,7 @@ def _coordinate(comm: Any, worker: Worker, spec: ProbeSpec, hello: RankHello) ->
         comm.send(msgspec.msgpack.encode(worker.setup), rank, MessageTag.SETUP)
     lines = sys.stdin.buffer if spec.resumed else ()
     before = [record for line in lines if (record := decode_record(line))]
-    coordinator = Coordinator(comm, worker, spec, hellos, _print_record, before)
+    coordinator = Coordinator(comm, worker.perform, spec, hellos, _print_record, before)
     coordinator.run()
     if silent := coordinator.silent_hosts:
         # MPI_Finalize would wait for these ranks, and so would the launcher, unless a rank fails.

@@ -13,8 +13,8 @@ from distrib.probe import journal, schedule
 from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, collect_inputs
 from distrib.probe.measurement_runner import MeasurementRunner
 from distrib.probe.participants import Participants
-from distrib.probe.protocol import ProbeSpec, RankHello
-from distrib.probe.rank_calls import RankCalls, TaskPerformer
+from distrib.probe.protocol import Measurement, ProbeSpec, RankHello, TaskReply
+from distrib.probe.rank_calls import RankCalls
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone
 from distrib.probe.second_pass import find_shared_link, suspicious_stage
 from distrib.probe.settings import MODES, TIMEOUTS, ProbeTimeouts, Transport
@@ -26,7 +26,7 @@ class Coordinator:
 
     Args:
         comm: MPI communicator of all ranks.
-        worker: Performs the tasks of rank 0.
+        perform: Performs a task of rank 0.
         spec: The launcher's request.
         hellos: The first message of each rank.
         emit: Called with each record.
@@ -37,7 +37,7 @@ class Coordinator:
     def __init__(
         self,
         comm: Any,
-        worker: TaskPerformer,
+        perform: Callable[[Measurement], TaskReply],
         spec: ProbeSpec,
         hellos: Sequence[RankHello],
         emit: Callable[[Record], None],
@@ -47,7 +47,7 @@ class Coordinator:
         self.spec, self._emit_record = spec, emit
         self.settings = MODES[spec.mode]
         self.hosts = Participants(spec, hellos)
-        self.calls = RankCalls(comm, worker, timeouts)
+        self.calls = RankCalls(comm, perform, timeouts)
         self.runner = MeasurementRunner(self.hosts, self.calls, self.emit, self.settings, timeouts)
         starts = [record for record in before if isinstance(record, ProbeStarted)]
         self.start = self._start_record(starts)

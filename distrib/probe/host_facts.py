@@ -24,9 +24,6 @@ def own_facts(host: str, address: str) -> HostFacts:
     Args:
         host: Name of the host in the launch plan.
         address: The address by which other hosts reach it.
-
-    Returns:
-        Hardware and network interfaces of the host.
     """
     inventory = own_inventory(InventoryQuery())
     rdma = used_ports(ports_of_job(inventory.rdma, os.environ))
@@ -52,7 +49,7 @@ def own_facts(host: str, address: str) -> HostFacts:
         rdma_ports=max(1, len(rdma)),
         rdma_kind="infiniband" if rdma and rdma[0].link_layer == "InfiniBand" else "roce",
         rdma_devices=tuple(dict.fromkeys(port.device for port in inventory.rdma)),
-        mpi_over_rdma=not rdma or opens_rdma(),
+        mpi_over_rdma=not rdma or _opens_rdma(),
         gpus=gpu_pcie_links() if inventory.gpus else (),
         software=software,
     )
@@ -77,7 +74,7 @@ def ports_of_job(ports: Sequence[RdmaPort], environ: Mapping[str, str]) -> tuple
     return tuple(port for port in ports if wanted & {port.device, f"{port.device}:{port.port}"})
 
 
-def opens_rdma() -> bool:
+def _opens_rdma() -> bool:
     """Return True if this process has an RDMA device open (verbs or Omni-Path); Open MPI opens those that it uses at its start."""
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -91,9 +88,6 @@ def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
 
     Args:
         ports: Ports of the host.
-
-    Returns:
-        The selected ports.
     """
     active = [port for port in ports if port.active]
     layers = sorted({port.link_layer for port in active}, reverse=True)

@@ -47,16 +47,8 @@ def network_change(before: ProbeStarted, now: ProbeStarted) -> str:
     return ""
 
 
-def completed_stages(records: Iterable[Record], present: Collection[str] = ()) -> tuple[str, ...]:
-    """List the stages that need not be repeated.
-
-    Args:
-        records: Records of one network.
-        present: Hosts that must have taken part.
-
-    Returns:
-        Keys of the stages.
-    """
+def _completed_stages(records: Iterable[Record], present: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the keys of stages that need not be repeated, as all hosts of `present` took part."""
     done = (record for record in records if isinstance(record, StageDone) and record.complete)
     return tuple(dict.fromkeys(record.stage for record in done if set(record.without).isdisjoint(present)))
 
@@ -98,7 +90,7 @@ class Journal:
         ended = any(isinstance(record, ProbeEnded) for record in records)
         fits = start and (start.hosts, start.mode) == (hosts, mode) and transport in (None, start.primary)
         if fits and not ended and (recent or resume):
-            self.done_stages = completed_stages(records)
+            self.done_stages = _completed_stages(records)
         elif resume:
             if not old:
                 path.unlink()
@@ -152,27 +144,21 @@ class Journal:
 
     def reload(self) -> None:
         """Resume from the records written so far."""
-        self.done_stages = completed_stages(self.read())
+        self.done_stages = _completed_stages(self.read())
 
     def done_with(self, present: Sequence[str]) -> tuple[str, ...]:
-        """List the completed stages in which all of these hosts took part.
+        """List the keys of completed stages in which all of these hosts took part.
 
         Args:
             present: Names of hosts.
-
-        Returns:
-            Keys of the stages.
         """
-        return completed_stages(self.read(), present) if self.done_stages else ()
+        return _completed_stages(self.read(), present) if self.done_stages else ()
 
     def resume_input(self, present: Sequence[str]) -> bytes:
         """Encode the earlier records that rank 0 needs: starts, and links between these hosts without their curves.
 
         Args:
             present: Names of hosts.
-
-        Returns:
-            JSON lines.
         """
         kept: list[Record] = []
         for record in self.read():

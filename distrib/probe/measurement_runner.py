@@ -66,7 +66,7 @@ class MeasurementRunner:
         Returns:
             The records, failed ones included; they were emitted.
         """
-        pairs = schedule.without_hosts(phase, self.hosts.missing)
+        pairs = tuple(pair for pair in phase if set(pair).isdisjoint(self.hosts.missing))
         network = self.hosts.networks[stage.network] if stage.network else None
         if network:
             pairs = tuple(pair for pair in pairs if all(self.hosts.names[host] in network.nics for host in pair))
@@ -171,11 +171,7 @@ class MeasurementRunner:
         return found
 
     def measure_inside(self) -> list[str]:
-        """Measure copies inside all hosts.
-
-        Returns:
-            Messages about failed measurements.
-        """
+        """Measure copies inside all hosts. Returns messages about failed measurements."""
         number = self._next_number()
         seconds = self.settings.gpu_copy_seconds
         sharing = {first.host: further for first, *further in group_by_machine(self.hosts.facts.values())}

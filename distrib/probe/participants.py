@@ -43,9 +43,6 @@ class Participants:
 
         Args:
             ranks: The ranks.
-
-        Returns:
-            A text for messages.
         """
         return name_hosts(self.host_of_rank[rank] for rank in sorted(ranks))
 

@@ -70,9 +70,6 @@ def heat_map(measured: Measurements, transport: str, width: int) -> Text:
         measured: The measurements.
         transport: "mpi" or "tcp".
         width: Columns of the terminal.
-
-    Returns:
-        Colored text of one line per host.
     """
     rates = rate_matrix(measured, transport)
     hosts = measured.hosts
@@ -114,9 +111,6 @@ def three_digits(value: float) -> str:
 
     Args:
         value: 0 or more.
-
-    Returns:
-        The text.
     """
     return f"{value:.3g}" if value < 999.5 else f"{value:.4g}"
 
@@ -169,9 +163,6 @@ def links_table(measured: Measurements, records: Sequence[Record]) -> Table:
     Args:
         measured: The measurements.
         records: The records.
-
-    Returns:
-        A table for `rich`.
     """
     unit, name = rate_unit(max((pair.bandwidth_bytes_per_second for pair in measured.pairs), default=0.0))
     table = _plain_table(f"links, {name}")
@@ -250,9 +241,6 @@ def describe_ranks(collective: Collective) -> str:
 
     Args:
         collective: The collective.
-
-    Returns:
-        The text.
     """
     hosts = len(collective.hosts)
     ranks = f", {collective.ranks} ranks" if collective.ranks != hosts else ""
@@ -260,15 +248,12 @@ def describe_ranks(collective: Collective) -> str:
 
 
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
-    """Compute the bus bandwidth of an all-reduce (nccl-tests, doc/PERFORMANCE.md): the bytes per second of each link.
+    """Compute the bus bandwidth of an all-reduce in bytes per second of each link (nccl-tests, doc/PERFORMANCE.md).
 
     Args:
         size_bytes: Buffer of each rank.
         seconds: Duration.
         ranks: Number of ranks.
-
-    Returns:
-        Bytes per second.
     """
     return size_bytes / seconds * 2 * (ranks - 1) / ranks
 

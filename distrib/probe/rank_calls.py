@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -13,35 +13,20 @@ from distrib.probe.protocol import Measurement, MessageTag, RankTask, ShutdownTa
 from distrib.probe.settings import ProbeTimeouts
 
 
-class TaskPerformer(Protocol):
-    """Rank 0's own worker."""
-
-    def perform(self, task: Measurement) -> TaskReply:
-        """Perform one task.
-
-        Args:
-            task: The task.
-
-        Returns:
-            The reply, with the measurements or the failure.
-        """
-        ...
-
-
 class RankCalls:
     """Task calls from rank 0: sends tasks to ranks, collects replies, and tracks unresponsive ranks.
 
     Args:
         comm: MPI communicator of all ranks.
-        worker: Performs the tasks of rank 0.
+        perform: Performs a task of rank 0.
         timeouts: Timeouts of the probe.
     """
 
-    def __init__(self, comm: Any, worker: TaskPerformer, timeouts: ProbeTimeouts) -> None:
+    def __init__(self, comm: Any, perform: Callable[[Measurement], TaskReply], timeouts: ProbeTimeouts) -> None:
         self.size: int = comm.size
         self.silent: set[int] = set()
         """Ranks that have not replied to their last task."""
-        self._comm, self._worker, self._timeouts = comm, worker, timeouts
+        self._comm, self._perform, self._timeouts = comm, perform, timeouts
         self._missed: dict[int, int] = {}
         self._last_number: dict[int, int] = {}
 
@@ -68,10 +53,10 @@ class RankCalls:
             if rank:
                 self._send(rank, tasks[rank])
         deadline = time.monotonic() + timeout_seconds + self._timeouts.reply_seconds
-        replies = {0: self._worker.perform(tasks[0])} if 0 in tasks else {}
+        replies = {0: self._perform(tasks[0])} if 0 in tasks else {}
 
         def all_replied() -> bool:
-            for reply in self.receive():
+            for reply in self._receive():
                 if self._last_number.get(reply.rank) != reply.number:
                     continue  # a late reply, after which another is due
                 if reply.rank in tasks:
@@ -89,7 +74,7 @@ class RankCalls:
         self.silent -= set(replies)
         return replies
 
-    def receive(self) -> Iterator[TaskReply]:
+    def _receive(self) -> Iterator[TaskReply]:
         """Receive the replies that have arrived, late ones included."""
         while self._comm.iprobe(tag=MessageTag.REPLY):
             reply = msgspec.msgpack.decode(self._comm.recv(tag=MessageTag.REPLY), type=TaskReply)
@@ -100,17 +85,12 @@ class RankCalls:
         """Give ranks that have not replied a last chance."""
 
         def none_silent() -> bool:
-            self.drain()
+            self._drop_replies()
             return not self.silent
 
         try:
             wait(none_silent, time.monotonic() + self._timeouts.transfer_seconds, "late replies", idle=True)
         except ProbeTimeout:
-            pass
-
-    def drain(self) -> None:
-        """Receive and drop late replies."""
-        for _ in self.receive():
             pass
 
     def shut_down(self, *, skip_finalize: bool) -> None:
@@ -121,7 +101,11 @@ class RankCalls:
         """
         for rank in range(1, self.size):
             self._send(rank, ShutdownTask(skip_finalize=skip_finalize))
-        self.drain()
+        self._drop_replies()
+
+    def _drop_replies(self) -> None:
+        for _ in self._receive():
+            pass
 
     def _send(self, rank: int, task: RankTask) -> None:
         self._comm.send(msgspec.msgpack.encode(task), rank, MessageTag.TASK)

@@ -189,13 +189,10 @@ _DECODER = msgspec.json.Decoder(Record)
 
 
 def encode_record(record: Record) -> str:
-    """Encode a record as a line, without its end.
+    """Encode a record as a line of JSON, without its end.
 
     Args:
         record: Any record.
-
-    Returns:
-        JSON.
     """
     return msgspec.json.encode(record).decode()
 
@@ -309,9 +306,6 @@ def group_by_machine(hosts: Iterable[HostFacts]) -> list[list[HostFacts]]:
 
     Args:
         hosts: The hosts' reports; one that does not know its machine is a group of its own.
-
-    Returns:
-        The hosts of each machine.
     """
     on: dict[str, list[HostFacts]] = {}
     for facts in hosts:

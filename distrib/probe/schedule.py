@@ -6,21 +6,16 @@ N - 1 rounds for an even number N of hosts, N for an odd one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from distrib.cluster.shared_links import Round
 
 
 def round_robin(hosts: int) -> tuple[Round, ...]:
-    """Arrange all pairs in rounds of disjoint pairs. With an odd number of hosts, one host idles in each round.
+    """Arrange all pairs of host numbers in rounds of disjoint pairs. With an odd number of hosts, one host idles in each round.
 
     The lower number comes first: hosts are usually named rack by rack, so pairs that cross racks load uplinks in one direction.
 
     Args:
         hosts: Number of hosts.
-
-    Returns:
-        The rounds, with host numbers.
     """
     if hosts < 2:
         return ()
@@ -40,37 +35,9 @@ def bisection_round(hosts: int) -> Round:
 
     Args:
         hosts: Number of hosts.
-
-    Returns:
-        The pairs, with host numbers.
     """
     half = hosts // 2
     return tuple((number, number + hosts - half) for number in range(half))
-
-
-def without_hosts(round_: Round, missing: Sequence[int]) -> Round:
-    """Drop the pairs of missing hosts.
-
-    Args:
-        round_: The pairs.
-        missing: Numbers of missing hosts.
-
-    Returns:
-        The pairs without a missing host.
-    """
-    return tuple(pair for pair in round_ if pair[0] not in missing and pair[1] not in missing)
-
-
-def reverse_round(round_: Round) -> Round:
-    """Exchange sources and targets.
-
-    Args:
-        round_: The pairs.
-
-    Returns:
-        The pairs in the other direction.
-    """
-    return tuple((b, a) for a, b in round_)
 
 
 def collective_host_counts(hosts: int) -> tuple[int, ...]:
@@ -78,9 +45,6 @@ def collective_host_counts(hosts: int) -> tuple[int, ...]:
 
     Args:
         hosts: Number of hosts.
-
-    Returns:
-        The numbers, ascending.
     """
     found = []
     count = 2

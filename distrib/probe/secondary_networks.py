@@ -25,9 +25,6 @@ def other_networks(facts: Sequence[HostFacts]) -> tuple[SecondaryNetwork, ...]:
 
     Args:
         facts: The hosts' reports.
-
-    Returns:
-        The networks, each with the NICs of its hosts.
     """
     used = {subnet for each in facts for name, _, subnet in _addresses(each) if name == each.interface}
     found: dict[str, dict[str, tuple[str, str]]] = {}
@@ -48,9 +45,6 @@ def secondary_addresses(facts: HostFacts) -> tuple[str, ...]:
 
     Args:
         facts: The host's report.
-
-    Returns:
-        The addresses.
     """
     return tuple(address for _, address, _ in _addresses(facts) if address != facts.address)
 

@@ -61,9 +61,6 @@ def plan_stages(
         settings: Settings of the probe mode.
         primary: The transport by which links are judged.
         networks: Subnets of NICs besides those of the job.
-
-    Returns:
-        The stages, in order.
     """
     found = [Stage(key="inside", title="inside hosts", kind="inside", seconds=0.5)]
     found += _concurrent_stages(hosts, settings, primary)
@@ -72,7 +69,7 @@ def plan_stages(
         found += _alone_stages(hosts, settings, "tcp", network)
     if hosts > 3:
         round_ = schedule.bisection_round(hosts)
-        phases = round_, schedule.reverse_round(round_)
+        phases = round_, _reversed_round(round_)
         found.append(
             Stage(key="bisection", title="one half with the other", transport=primary, load="bisection", phases=phases,
                   seconds=settings.concurrent_seconds)
@@ -140,7 +137,7 @@ def _concurrent_stages(hosts: int, settings: ProbeSettings, transport: Transport
         Stage(
             key=f"together/{transport}/{number}", title=f"all pairs of round {number + 1}, {transport}", transport=transport,
             load="together" if len(round_) > 1 else "alone",  # two or three hosts
-            phases=(round_, schedule.reverse_round(round_)), seconds=settings.concurrent_seconds,
+            phases=(round_, _reversed_round(round_)), seconds=settings.concurrent_seconds,
         )
         for number, round_ in enumerate(schedule.round_robin(hosts))
     ]  # fmt: skip
@@ -152,7 +149,7 @@ def _alone_stages(hosts: int, settings: ProbeSettings, transport: Transport, net
     for number, round_ in enumerate(schedule.round_robin(hosts)[:count]):
         phases = [(pair,) for pair in round_]
         if settings.mode != "quick":
-            phases += [(pair,) for pair in schedule.reverse_round(round_)]
+            phases += [(pair,) for pair in _reversed_round(round_)]
         found.append(
             Stage(
                 key=f"alone/{network or transport}/{number}",
@@ -161,3 +158,7 @@ def _alone_stages(hosts: int, settings: ProbeSettings, transport: Transport, net
             )
         )  # fmt: skip
     return found
+
+
+def _reversed_round(pairs: Round) -> Round:
+    return tuple((target, source) for source, target in pairs)

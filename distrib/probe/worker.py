@@ -117,11 +117,10 @@ class Worker:
             if task.both_ways or task.source == self.rank:
                 sender = mpi.MpiSender(self.comm, peer, task.number, self._buffer("send", largest))
             if sender and not task.both_ways:
-                mpi.serve_receiver(sender, deadline)
+                sender.serve(deadline)
                 return TaskReply(number=task.number, rank=self.rank)
             receiver = mpi.MpiReceiver(self.comm, peer, task.number, self._buffer("receive", largest), deadline, sender)
-            curve = mpi.measure_curve(receiver, task.sizes, task.pings, task.seconds, task.max_seconds, task.variation)
-            receiver.finish()
+            curve = receiver.measure_curve(task.sizes, task.pings, task.seconds, task.max_seconds, task.variation)
         except BaseException:
             self._abandoned.append((sender, receiver))
             raise

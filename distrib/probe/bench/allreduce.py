@@ -154,9 +154,6 @@ def plan_repetitions(expected_seconds: float, left_seconds: float, larger: Seque
         expected_seconds: Expected duration of one repetition.
         left_seconds: Time left for this and larger sizes.
         larger: The larger sizes as multiples of this one. Time for one repetition of each is reserved.
-
-    Returns:
-        The number of repetitions.
     """
     wanted = max(2, min(20, int(0.1 / max(expected_seconds, 1e-6))))
     kept = 0.0

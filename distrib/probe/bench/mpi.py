@@ -65,7 +65,7 @@ class MessageRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MpiSender:
-    """Sender's side of a measurement: answers the requests of an `MpiReceiver`. Call `step` until it returns True.
+    """Sender's side of a measurement: answers the requests of an `MpiReceiver`. Call `serve`, or `step` until it returns True.
 
     Args:
         comm: MPI communicator.
@@ -80,12 +80,26 @@ class MpiSender:
         self._slot = bytearray(64)
         self._request_receive = comm.Irecv(self._slot, peer, self._tags.request)
         self._under_way: deque[Any] = deque()
-        self._echo: MessageRequest | None = None
-        self._left = 0
+        self._echo, self._left = buffer, 0
+        """The message that comes and is returned, and how many times more."""
         self._incoming: Any = None
         self._ended = False
-        self.active = time.monotonic()
-        """Monotonic seconds of the last message."""
+        self._active = time.monotonic()  # when the last message came
+
+    def serve(self, deadline: float) -> None:
+        """Answer requests until the exchange ends.
+
+        Args:
+            deadline: Monotonic seconds.
+
+        Raises:
+            ProbeTimeout: The deadline passed.
+        """
+        while not self.step():
+            now = time.monotonic()
+            if now > deadline:
+                raise ProbeTimeout("the receiver did not end the exchange")
+            yield_cpu(now - self._active)
 
     def step(self) -> bool:
         """Handle messages that have come. Returns True when the exchange ended and all was sent."""
@@ -94,7 +108,7 @@ class MpiSender:
         if self._left:
             self._answer()
         elif not self._ended and self._request_receive.Test():
-            self.active = time.monotonic()
+            self._active = time.monotonic()
             request = msgspec.msgpack.decode(self._slot.rstrip(b"\0"), type=MessageRequest)
             self._slot[:] = bytes(64)
             if not request.count:
@@ -103,7 +117,7 @@ class MpiSender:
                 self._request_receive = self._comm.Irecv(self._slot, self._peer, self._tags.request)
                 part = self._buffer[: request.size]
                 if request.echo:
-                    self._echo, self._left = request, request.count
+                    self._echo, self._left = part, request.count
                     self._expect()
                 else:
                     self._under_way += [
@@ -112,17 +126,14 @@ class MpiSender:
         return self._ended and not self._under_way
 
     def _expect(self) -> None:
-        assert self._echo
-        self._incoming = self._comm.Irecv(self._buffer[: self._echo.size], self._peer, self._tags.ping)
+        self._incoming = self._comm.Irecv(self._echo, self._peer, self._tags.ping)
 
     def _answer(self) -> None:
-        assert self._echo
         if not self._incoming.Test():
             return
-        self.active = time.monotonic()
+        self._active = time.monotonic()
         self._left -= 1
-        answer = self._buffer[: self._echo.size]
-        self._under_way.append(self._comm.Isend(answer, self._peer, self._tags.answer))
+        self._under_way.append(self._comm.Isend(self._echo, self._peer, self._tags.answer))
         if self._left:
             self._expect()
 
@@ -148,23 +159,47 @@ class MpiReceiver:
         self._tags = _ExchangeTags(exchange)
         self._requests: deque[tuple[Any, bytearray]] = deque()
         self._block: list[Any] = []
-        self.round_trip_seconds = 0.0
+        self._round_trip_seconds = 0.0
 
-    @property
-    def sends(self) -> bool:
-        """True if this rank sends at the same time."""
-        return self._sender is not None
-
-    def half_round_trip(self, size: int, repetitions: int) -> statistics.SampleSummary:
-        """Measure half a round trip in seconds, after a few that do not count.
+    def measure_curve(
+        self, sizes: Sequence[int], pings: int, seconds: float, stream_seconds: float, variation: float | None = None
+    ) -> MpiCurve:
+        """Measure time against size, then end the exchange.
 
         Args:
-            size: Bytes of each message.
-            repetitions: Number of round trips.
+            sizes: Message sizes in bytes, ascending.
+            pings: Round trips of the latency.
+            seconds: Duration of all streamed sizes but the largest, in equal shares.
+            stream_seconds: Duration of the largest size.
+            variation: Variation of the median until which the largest size continues; None to ignore it.
 
         Returns:
-            Summary in seconds.
+            Latency, seconds for each size, and the summary of the largest size.
         """
+        latency = self._half_round_trip(8, pings)
+        self._round_trip_seconds = 2 * latency.median
+        points = []
+        last: statistics.SampleSummary | None = None
+        streamed = [size for size in sizes if size > SETTINGS.max_ping_bytes]
+        if streamed and streamed[0] >= SETTINGS.large_bytes and not self._sender:
+            self._stream(SETTINGS.large_bytes, SETTINGS.large_warm_up_seconds)
+        for size in sizes:
+            if size <= SETTINGS.max_ping_bytes:
+                trip = self._half_round_trip(size, max(10, pings // 2)) if size != 8 else latency
+                points.append(Point(size, trip.median, trip.variation))
+                continue
+            largest = size == streamed[-1]
+            share = stream_seconds if largest else seconds / len(streamed)
+            if self._sender:
+                last = self._flood(size, share)
+            else:
+                last = self._stream(size, share, largest=largest, variation=variation if largest else None)
+            points.append(Point(size, latency.median + last.median, last.variation))
+        self._finish()
+        return MpiCurve(latency_seconds=latency.median, points=tuple(points), large=last)
+
+    def _half_round_trip(self, size: int, repetitions: int) -> statistics.SampleSummary:
+        """Measure half a round trip in seconds, after a few that do not count."""
         warm = 3
         self._request(MessageRequest(size, repetitions + warm, echo=True))
         part = self._buffer[:size]
@@ -178,22 +213,13 @@ class MpiReceiver:
             out.Wait()  # it has been answered, so it has gone
         return statistics.summarize(trips[warm:])
 
-    def stream(
+    def _stream(
         self, size: int, seconds: float, *, largest: bool = False, variation: float | None = None
     ) -> statistics.SampleSummary:
-        """Measure the seconds that each message adds to a stream.
+        """Measure the seconds that each message adds to a stream, until the variation of their median is reached, if one is given.
 
         Small messages come in blocks; each block is requested when the previous one has arrived, and that round trip is
         subtracted. Concurrent large messages would share the link. At least two blocks are timed, one if it takes long.
-
-        Args:
-            size: Bytes of each message.
-            seconds: Approximate duration.
-            largest: True for the largest size, which is timed more often.
-            variation: Variation of the median until which the stream continues; None to ignore it.
-
-        Returns:
-            Summary in seconds per message.
         """
         each = max(1, min(SETTINGS.block_messages, SETTINGS.block_bytes // size))
         warm = min(size, SETTINGS.warm_up_bytes)
@@ -217,19 +243,12 @@ class MpiReceiver:
             before = now
         bunch = max(1, len(spans) // 10)
         joined = [sum(spans[i : i + bunch]) / bunch for i in range(0, len(spans) - bunch + 1, bunch)]
-        return statistics.summarize([max(span - self.round_trip_seconds, span / 10) / each for span in joined])
+        return statistics.summarize([max(span - self._round_trip_seconds, span / 10) / each for span in joined])
 
-    def flood(self, size: int, seconds: float) -> statistics.SampleSummary:
+    def _flood(self, size: int, seconds: float) -> statistics.SampleSummary:
         """Measure the seconds of each message while this rank sends too: ever more at once, until they take `seconds`.
 
         A request waits behind data of the same direction: blocks one after another would make both ends wait for each other.
-
-        Args:
-            size: Bytes of each message.
-            seconds: Approximate duration.
-
-        Returns:
-            Summary in seconds per message.
         """
         count = 2
         while True:
@@ -237,10 +256,10 @@ class MpiReceiver:
             self._take(size, count)
             span = time.perf_counter() - begun
             if span > seconds / 2:
-                return statistics.summarize([max(span - self.round_trip_seconds, span / 10) / count])
+                return statistics.summarize([max(span - self._round_trip_seconds, span / 10) / count])
             count *= 2
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """End the exchange, and finish this rank's own sending."""
         self._request(MessageRequest(0, 0))
         wait(self._all_sent, self._deadline, "the other rank did not end the exchange")
@@ -293,63 +312,3 @@ class _ExchangeTags:
 
     def __init__(self, exchange: int) -> None:
         self.request, self.data, self.ping, self.answer = range(16 + 4 * exchange, 20 + 4 * exchange)
-
-
-def serve_receiver(sender: MpiSender, deadline: float) -> None:
-    """Run a sender until the exchange ends.
-
-    Args:
-        sender: The sender.
-        deadline: Monotonic seconds.
-
-    Raises:
-        ProbeTimeout: The deadline passed.
-    """
-    while not sender.step():
-        now = time.monotonic()
-        if now > deadline:
-            raise ProbeTimeout("the receiver did not end the exchange")
-        yield_cpu(now - sender.active)
-
-
-def measure_curve(
-    receiver: MpiReceiver,
-    sizes: Sequence[int],
-    pings: int,
-    seconds: float,
-    stream_seconds: float,
-    variation: float | None = None,
-) -> MpiCurve:
-    """Measure time against size.
-
-    Args:
-        receiver: The receiver.
-        sizes: Message sizes in bytes, ascending.
-        pings: Round trips of the latency.
-        seconds: Duration of all streamed sizes but the largest, in equal shares.
-        stream_seconds: Duration of the largest size.
-        variation: Variation of the median until which the largest size continues; None to ignore it.
-
-    Returns:
-        Latency, seconds for each size, and the summary of the largest size.
-    """
-    latency = receiver.half_round_trip(8, pings)
-    receiver.round_trip_seconds = 2 * latency.median
-    points = []
-    last: statistics.SampleSummary | None = None
-    streamed = [size for size in sizes if size > SETTINGS.max_ping_bytes]
-    if streamed and streamed[0] >= SETTINGS.large_bytes and not receiver.sends:
-        receiver.stream(SETTINGS.large_bytes, SETTINGS.large_warm_up_seconds)
-    for size in sizes:
-        if size <= SETTINGS.max_ping_bytes:
-            trip = receiver.half_round_trip(size, max(10, pings // 2)) if size != 8 else latency
-            points.append(Point(size, trip.median, trip.variation))
-            continue
-        largest = size == streamed[-1]
-        share = stream_seconds if largest else seconds / len(streamed)
-        if receiver.sends:
-            last = receiver.flood(size, share)
-        else:
-            last = receiver.stream(size, share, largest=largest, variation=variation if largest else None)
-        points.append(Point(size, latency.median + last.median, last.variation))
-    return MpiCurve(latency_seconds=latency.median, points=tuple(points), large=last)

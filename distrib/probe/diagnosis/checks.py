@@ -9,80 +9,27 @@ import msgspec
 from distrib.cluster.node import Nic
 from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, collect_inputs
 from distrib.probe.diagnosis.finding import Finding, rank_findings
-from distrib.probe.diagnosis.gpus import (
-    find_gpudirect_without_gain,
-    find_narrow_pcie,
-    find_slow_gpu_copies,
-)
-from distrib.probe.diagnosis.link_quality import (
-    find_flapping_nics,
-    find_lossy_links,
-    find_mtu_differences,
-    find_noisy_links,
-)
-from distrib.probe.diagnosis.nics import (
-    find_faster_networks,
-    find_mixed_nics,
-    find_mpi_without_rdma,
-    find_nics_below_nominal,
-    find_unknown_nics,
-)
-from distrib.probe.diagnosis.outliers import (
-    find_asymmetric_links,
-    find_slow_hosts,
-    find_slow_links,
-)
+from distrib.probe.diagnosis.gpus import GPU_CHECKS
+from distrib.probe.diagnosis.link_quality import LINK_QUALITY_CHECKS
+from distrib.probe.diagnosis.nics import NIC_CHECKS
+from distrib.probe.diagnosis.outliers import OUTLIER_CHECKS
 from distrib.probe.diagnosis.oversubscription import find_oversubscribed_uplinks
-from distrib.probe.diagnosis.unmeasured import find_lost_hosts, find_unmeasured_pairs
+from distrib.probe.diagnosis.unmeasured import FAILURE_CHECKS
 from distrib.probe.records import Record
 
 Check = Callable[[DiagnosisInputs], Iterable[Finding]]
 
-FAILURE_CHECKS: tuple[Check, ...] = (find_lost_hosts, find_unmeasured_pairs)
-"""Checks of the transport by which links are not judged."""
-
-LINK_CHECKS: tuple[Check, ...] = (*FAILURE_CHECKS, find_slow_hosts, find_asymmetric_links, find_slow_links)
-"""Checks of every network."""
+LINK_CHECKS: tuple[Check, ...] = (*FAILURE_CHECKS, *OUTLIER_CHECKS)
+"""Checks of every network. Over the transport by which links are not judged, only `FAILURE_CHECKS` are run."""
 
 CHECKS: tuple[Check, ...] = (
     *LINK_CHECKS,
     find_oversubscribed_uplinks,
-    find_noisy_links,
-    find_lossy_links,
-    find_flapping_nics,
-    find_mtu_differences,
-    find_mixed_nics,
-    find_nics_below_nominal,
-    find_unknown_nics,
-    find_faster_networks,
-    find_mpi_without_rdma,
-    find_gpudirect_without_gain,
-    find_narrow_pcie,
-    find_slow_gpu_copies,
+    *LINK_QUALITY_CHECKS,
+    *NIC_CHECKS,
+    *GPU_CHECKS,
 )
 """Checks of the network of the job, over the transport by which links are judged."""
-
-
-def diagnose_measurements(inputs: DiagnosisInputs) -> tuple[Finding, ...]:
-    """Run all checks.
-
-    Args:
-        inputs: The measurements over the network of the job.
-
-    Returns:
-        The findings, ranked.
-    """
-    found = _apply(CHECKS, inputs)
-    failed = [{*finding.hosts} for finding in _apply(FAILURE_CHECKS, inputs)]
-    other = inputs.over("mpi" if inputs.primary == "tcp" else "tcp")
-    for finding in _apply(FAILURE_CHECKS, other):
-        if not any(hosts <= {*finding.hosts} for hosts in failed):
-            found.append(_append(finding, f"over {other.transport}"))
-    for network in inputs.networks:
-        for finding in _apply(LINK_CHECKS, network):
-            nics = sorted(f"{host}'s {name}" for host, name in network.nic_names.items() if host in finding.hosts)
-            found.append(_append(finding, f"on {', '.join([str(network.network), *nics])}"))
-    return rank_findings(found)
 
 
 def check_records(
@@ -98,7 +45,19 @@ def check_records(
         The findings, ranked; none if the probe did not start.
     """
     inputs = collect_inputs(records, configured_nics)
-    return diagnose_measurements(inputs) if inputs else ()
+    if inputs is None:
+        return ()
+    found = _apply(CHECKS, inputs)
+    failed = [{*finding.hosts} for finding in _apply(FAILURE_CHECKS, inputs)]
+    other = inputs.over("mpi" if inputs.primary == "tcp" else "tcp")
+    for finding in _apply(FAILURE_CHECKS, other):
+        if not any(hosts <= {*finding.hosts} for hosts in failed):
+            found.append(_append(finding, f"over {other.transport}"))
+    for network in inputs.networks:
+        for finding in _apply(LINK_CHECKS, network):
+            nics = sorted(f"{host}'s {name}" for host, name in network.nic_names.items() if host in finding.hosts)
+            found.append(_append(finding, f"on {', '.join([str(network.network), *nics])}"))
+    return rank_findings(found)
 
 
 def _apply(checks: Sequence[Check], inputs: DiagnosisInputs) -> list[Finding]:

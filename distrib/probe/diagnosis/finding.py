@@ -45,8 +45,5 @@ def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
     Args:
         findings: Findings of any kinds, in any order.
-
-    Returns:
-        The sorted findings.
     """
     return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))

@@ -16,15 +16,8 @@ GpuName = tuple[str, str]
 """Host and GPU, such as `("n1", "gpu0")`."""
 
 
-def find_gpudirect_without_gain(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report that all-reduce over the whole cluster is no faster with GPUDirect RDMA than without.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        At most one note.
-    """
+def _find_gpudirect_without_gain(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report that all-reduce over the whole cluster is no faster with GPUDirect RDMA than without."""
     times: dict[bool, dict[int, float]] = {True: {}, False: {}}
     most = max((each.ranks for each in inputs.collectives), default=0)
     for each in inputs.collectives:
@@ -42,15 +35,8 @@ def find_gpudirect_without_gain(inputs: DiagnosisInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def find_narrow_pcie(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report GPUs with fewer PCIe lanes than possible. Idle GPUs reduce their link, so only active GPUs count.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A warning for each such GPU.
-    """
+def _find_narrow_pcie(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report GPUs with fewer PCIe lanes than possible. Idle GPUs reduce their link, so only active GPUs count."""
     for host, facts in inputs.facts.items():
         for gpu in inputs.gpus_after_use.get(host, facts.gpus):
             width, possible = gpu.pcie_width, gpu.pcie_width_possible
@@ -65,15 +51,8 @@ def find_narrow_pcie(inputs: DiagnosisInputs) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def find_slow_gpu_copies(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report GPUs with slower copies than GPUs of the same name.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A warning for each such GPU, with its slowest copy.
-    """
+def _find_slow_gpu_copies(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report GPUs with slower copies than GPUs of the same name."""
     slow: dict[GpuName, list[tuple[float, IntraNodeLinkMeasurement, list[IntraNodeLinkMeasurement]]]] = {}
     for comparable in _comparable_copies(inputs):
         median = statistics.median(link.bandwidth_bytes_per_second for link in comparable)
@@ -111,3 +90,6 @@ def _comparable_copies(inputs: DiagnosisInputs) -> list[list[IntraNodeLinkMeasur
         pair = (link.source, link.target) if "memory" not in ends and link.source != link.target else ()
         groups.setdefault((*ends, *pair, link.path or ""), []).append(link)
     return list(groups.values())
+
+
+GPU_CHECKS = (_find_gpudirect_without_gain, _find_narrow_pcie, _find_slow_gpu_copies)

@@ -11,15 +11,8 @@ from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
 
 
-def find_noisy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report links whose rate varies much more than that of other links, measured one link at a time.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A note for each direction of a pair.
-    """
+def _find_noisy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report links whose rate varies much more than that of other links, measured one link at a time."""
     calm: dict[tuple[str, str], PairMeasurement] = {}
     for record in inputs.under("alone"):
         pair = record.source, record.target
@@ -39,15 +32,8 @@ def find_noisy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def find_lossy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report links on which TCP retransmits segments without other traffic.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        At most one note, which lists the links.
-    """
+def _find_lossy_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report links on which TCP retransmits segments without other traffic."""
     fractions = _retransmitted_fractions(inputs)
     # The lower quartile: of three hosts a lossy one is at an end of most links.
     usual = sorted(fractions.values())[(len(fractions) - 1) // 4] if len(fractions) >= 4 else 0.0
@@ -81,15 +67,8 @@ def _retransmitted_fractions(inputs: DiagnosisInputs) -> LinkRates:
     return fractions
 
 
-def find_flapping_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report NICs whose link went down and up far more often than that of other NICs.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A note for each such host.
-    """
+def _find_flapping_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report NICs whose link went down and up far more often than that of other NICs."""
     nics = {host: inputs.nic(host) for host in inputs.nic_names}
     changes = {host: nic.carrier_changes for host, nic in nics.items() if nic and nic.carrier_changes is not None}
     usual = statistics.median_low(changes.values()) if changes else 0
@@ -104,15 +83,8 @@ def find_flapping_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def find_mtu_differences(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts whose NIC has another MTU than that of most hosts.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A warning for each such host.
-    """
+def _find_mtu_differences(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report hosts whose NIC has another MTU than that of most hosts."""
     nics = {host: inputs.nic(host) for host in inputs.nic_names}
     mtus = {host: nic.mtu for host, nic in nics.items() if nic and nic.mtu}
     if len(set(mtus.values())) < 2:
@@ -131,3 +103,6 @@ def find_mtu_differences(inputs: DiagnosisInputs) -> Iterator[Finding]:
             evidence=f"interface {inputs.nic_names[host]}; {count} host(s) have {usual}",
             advice=set_it if most else "set one MTU on all hosts and their switch ports", hosts=(host,), loss=0.05,
         )  # fmt: skip
+
+
+LINK_QUALITY_CHECKS = (_find_noisy_links, _find_lossy_links, _find_flapping_nics, _find_mtu_differences)

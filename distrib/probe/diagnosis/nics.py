@@ -15,17 +15,11 @@ from distrib.probe.settings import LIMITS, Transport
 from distrib.units import bit_rate_text
 
 
-def find_mixed_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
+def _find_mixed_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
     """Report hosts with slower NICs than most hosts: a job over all hosts waits for them.
 
     Links of such hosts are compared with each other. A single such host more likely has a bad cable, so that its NIC
     negotiated a lower rate.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        One finding for each lower rate.
     """
     rates = inputs.nic_rates
     if not rates:
@@ -45,15 +39,8 @@ def find_mixed_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def find_nics_below_nominal(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts that do not reach the rate expected of their NIC with peers that are at least as fast.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A finding for each host, or one for all hosts if they have the same limit.
-    """
+def _find_nics_below_nominal(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report hosts that do not reach the rate expected of their NIC with peers that are at least as fast."""
     best = _best_nominal_fractions(inputs)
     low = {host: best[host] for host in inputs.facts if host in best and best[host][0] < LIMITS.severe_fraction}
     rates = [fraction * nic.usable_bytes_per_second for fraction, nic in low.values()]
@@ -124,15 +111,8 @@ def _nic_link(bytes_per_second: float, kind: LinkKind) -> LinkSpec:
     return parse_network_link(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
 
 
-def find_unknown_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report NICs of the topology file that the hosts do not have.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A note for each NIC name, with its hosts.
-    """
+def _find_unknown_nics(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report NICs of the topology file that the hosts do not have."""
     absent: dict[str, list[str]] = {}
     real = {host: _device_names(facts) for host, facts in inputs.facts.items()}
     for host, facts in inputs.facts.items():
@@ -152,15 +132,8 @@ def _device_names(facts: HostFacts) -> tuple[str, ...]:
     return (*(interface.name for interface in facts.interfaces), *facts.rdma_devices)
 
 
-def find_faster_networks(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report networks whose slowest pair and median are better than on the network in use.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A warning for each such network.
-    """
+def _find_faster_networks(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report networks whose slowest pair and median are better than on the network in use."""
     own = [record.bandwidth_bytes_per_second for record in inputs.under("alone")]
     for network in inputs.networks:
         rates = [record.bandwidth_bytes_per_second for record in network.under("alone")]
@@ -182,15 +155,8 @@ def _use_network(network: DiagnosisInputs, facts: Mapping[str, HostFacts]) -> st
     return f"bring up the NICs of {name_hosts(without)} on it, or leave these hosts out, and {use}" if without else use
 
 
-def find_mpi_without_rdma(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts with InfiniBand or RoCE on which MPI uses TCP.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        At most one warning, with the hosts.
-    """
+def _find_mpi_without_rdma(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report hosts with InfiniBand or RoCE on which MPI uses TCP."""
     hosts = tuple(host for host, each in inputs.facts.items() if each.rdma_bytes_per_second and not each.mpi_over_rdma)
     if hosts and len(inputs.facts) > 1:
         yield Finding(
@@ -201,3 +167,12 @@ def find_mpi_without_rdma(inputs: DiagnosisInputs) -> Iterator[Finding]:
             "-x OMPI_MCA_pml_base_verbose=10 shows Open MPI's choice, -x NCCL_DEBUG=INFO NCCL's",
             hosts=hosts, loss=0.4,
         )  # fmt: skip
+
+
+NIC_CHECKS = (
+    _find_mixed_nics,
+    _find_nics_below_nominal,
+    _find_unknown_nics,
+    _find_faster_networks,
+    _find_mpi_without_rdma,
+)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from distrib.probe.bench.statistics import MAD_TO_DEVIATION
 from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, LinkRates
 from distrib.probe.diagnosis.finding import Finding, Severity
 from distrib.probe.records import LoadPattern, PairMeasurement, fastest_measurements
@@ -26,40 +27,20 @@ def severity_of(ratio: float) -> Severity:
     return "error" if ratio < LIMITS.severe_fraction else "warning"
 
 
-def slow_limit(rates: Sequence[float]) -> tuple[float, float]:
-    """Compute the rate below which a member of a class is slow.
-
-    The spread is that of the upper half, so that slow members do not widen it.
-
-    Args:
-        rates: Bytes per second of each member.
-
-    Returns:
-        The limit and the median, in bytes per second.
-    """
+def _slow_limit(rates: Sequence[float]) -> tuple[float, float]:
+    """Return the rate below which a member of a class is slow, and the median. Slow members do not widen the spread."""
     median = statistics.median(rates)
-    spread = 1.4826 * statistics.median([rate - median for rate in rates if rate >= median])
+    spread = MAD_TO_DEVIATION * statistics.median([rate - median for rate in rates if rate >= median])
     return min(LIMITS.slow_fraction * median, median - LIMITS.min_deviations * spread), median
 
 
-def upper_quartile(values: Sequence[float]) -> float:
-    """Return the value that a quarter of the values exceed; the maximum of three or fewer.
-
-    Args:
-        values: At least one value.
-    """
+def _upper_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of the values exceed; the maximum of three or fewer."""
     return sorted(values)[-1 - len(values) // 4]
 
 
-def find_slow_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts that send or receive slower than comparable hosts with every peer.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A finding for each host.
-    """
+def _find_slow_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report hosts that send or receive slower than comparable hosts with every peer."""
     by_class: dict[float, dict[str, dict[str, float]]] = {}
     for direction, rates in _host_rates(inputs).items():
         for host, rate in rates.items():
@@ -67,7 +48,7 @@ def find_slow_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
     for hosts in by_class.values():
         if len(hosts) < 3:
             continue  # with two hosts it is unknown which one is slow
-        limit, median = slow_limit([max(rates.values()) for rates in hosts.values()])
+        limit, median = _slow_limit([max(rates.values()) for rates in hosts.values()])
         for host, rates in hosts.items():
             low = {direction: rate for direction, rate in rates.items() if rate < limit}
             if low:
@@ -109,9 +90,9 @@ def _rates_at(inputs: DiagnosisInputs, ends: Sequence[str]) -> dict[str, float]:
     for host, rates in alone.items():
         if len(rates) < len(ends):
             continue  # with a single peer it is unknown which of the two is slow
-        least = LIMITS.slow_fraction * upper_quartile(together.get(host, rates))
+        least = LIMITS.slow_fraction * _upper_quartile(together.get(host, rates))
         # Most peers that were measured alone may be slow. Then the fastest one counts.
-        if shown := [rate for rate in (upper_quartile(rates), max(rates)) if rate >= least]:
+        if shown := [rate for rate in (_upper_quartile(rates), max(rates)) if rate >= least]:
             found[host] = shown[0]
     return found
 
@@ -126,7 +107,7 @@ def _rates_by_host(inputs: DiagnosisInputs, load: LoadPattern, ends: Sequence[st
 
 
 def _slow_host_names(inputs: DiagnosisInputs) -> set[str]:
-    return {host for finding in find_slow_hosts(inputs) for host in finding.hosts}
+    return {host for finding in _find_slow_hosts(inputs) for host in finding.hosts}
 
 
 def _healthy_links(inputs: DiagnosisInputs) -> list[PairMeasurement]:
@@ -147,18 +128,11 @@ def _link_classes(inputs: DiagnosisInputs) -> Iterator[tuple[LinkRates, float, f
     for rates in classes.values():
         sample = [rate for pair, rate in rates.items() if pair in planned]
         sample = sample if len(sample) > 2 else list(rates.values())
-        yield (rates, *(slow_limit(sample) if len(rates) > 2 else (0.0, 0.0)))
+        yield (rates, *(_slow_limit(sample) if len(rates) > 2 else (0.0, 0.0)))
 
 
-def find_asymmetric_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report links with one slow direction.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A finding for each slow direction.
-    """
+def _find_asymmetric_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report links with one slow direction."""
     for rates, limit, _ in _link_classes(inputs):
         for (source, target), rate in rates.items():
             back = rates.get((target, source), 0.0)
@@ -176,16 +150,9 @@ def find_asymmetric_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
             yield _consider_bond(inputs, finding)
 
 
-def find_slow_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report pairs of healthy hosts with a slow link in both directions.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A finding for each pair.
-    """
-    asymmetric = {frozenset(finding.hosts) for finding in find_asymmetric_links(inputs)}
+def _find_slow_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report pairs of healthy hosts with a slow link in both directions."""
+    asymmetric = {frozenset(finding.hosts) for finding in _find_asymmetric_links(inputs)}
     for rates, limit, median in _link_classes(inputs):
         for one, other in sorted({(min(pair), max(pair)) for pair in rates}):
             rate = max(rates[pair] for pair in ((one, other), (other, one)) if pair in rates)
@@ -213,3 +180,6 @@ def _consider_bond(inputs: DiagnosisInputs, finding: Finding) -> Finding:
         advice="probe again: the link is bad if the same pair is slow each time (xmit_hash_policy layer3+4 spreads best)",
         loss=finding.loss / 10,
     )  # fmt: skip
+
+
+OUTLIER_CHECKS = (_find_slow_hosts, _find_asymmetric_links, _find_slow_links)

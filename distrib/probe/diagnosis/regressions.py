@@ -17,14 +17,11 @@ LinkPair = tuple[LinkMeasurement, LinkMeasurement]
 
 
 def find_regressions(before: Measurements, now: Measurements) -> tuple[Finding, ...]:
-    """Report links, copies and collectives that are slower by a tenth or more than in an earlier probe of the same kind.
+    """Report, ranked, links, copies and collectives that are slower by a tenth or more than in an earlier probe of the same kind.
 
     Args:
         before: The earlier probe.
         now: This probe.
-
-    Returns:
-        The findings, ranked.
     """
     links = _compared_links(before, now)
     found = [*_copy_regressions(before, now), *_collective_regressions(before, now)]
@@ -39,9 +36,6 @@ def describe_comparison(before: Measurements, now: Measurements) -> str:
     Args:
         before: The earlier probe.
         now: This probe.
-
-    Returns:
-        A line for the report.
     """
     compared = {(new.source, new.target) for _, new in _compared_links(before, now)}
     every = {(link.source, link.target) for link in now.pairs}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from typing import TypeVar
 
 from distrib.cluster.shared_links import SLOWED
 from distrib.probe.diagnosis.check_inputs import DiagnosisInputs, LinkRates
-from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
 
 HostEnd = tuple[str, bool]
 """A host, and True for its sending side."""
+
+Member = TypeVar("Member")
 
 
 def links_to_remeasure(inputs: DiagnosisInputs, limit: int) -> list[tuple[str, str]]:
@@ -33,7 +35,9 @@ def _suspicious_links(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
     if not alone:
         return []
     slow_hosts, beside = _slow_beside_others(inputs)
-    links = {**_slow_alone(inputs, alone), **{pair: part for pair, part in beside.items() if pair not in alone}}
+    rates = {pair: record.bandwidth_bytes_per_second for pair, record in alone.items()}
+    slow_alone = _below_class_median(rates, {pair: inputs.pair_class(record) for pair, record in alone.items()})
+    links = {**slow_alone, **{pair: part for pair, part in beside.items() if pair not in alone}}
     for pair in list(links):
         links.setdefault(pair[::-1], links[pair])
     wanted = {pair: (0, part) for pair, part in links.items()}
@@ -54,9 +58,6 @@ def concurrent_pairs_slowed(inputs: DiagnosisInputs) -> list[tuple[tuple[str, st
 
     Args:
         inputs: The measurements so far.
-
-    Returns:
-        The pairs of each phase.
     """
     phases: dict[tuple[str, int], list[tuple[float, tuple[str, str]]]] = {}
     for record in inputs.under("together", "bisection"):
@@ -87,18 +88,6 @@ def _slowed_neighbours(inputs: DiagnosisInputs) -> list[tuple[str, str]]:
     return [(a, b) for a, b in ring if frozenset((a, b)) in slowed and not inputs.alone.measured(a, b)]
 
 
-def _slow_alone(inputs: DiagnosisInputs, alone: Mapping[tuple[str, str], PairMeasurement]) -> LinkRates:
-    """Return links that are slow alone, each with its fraction of the median of comparable links."""
-    classes: dict[float, LinkRates] = {}
-    for pair, record in alone.items():
-        classes.setdefault(inputs.pair_class(record), {})[pair] = record.bandwidth_bytes_per_second
-    found: LinkRates = {}
-    for rates in classes.values():
-        median = statistics.median(rates.values())
-        found |= {pair: rate / median for pair, rate in rates.items() if rate < LIMITS.slow_fraction * median}
-    return found
-
-
 def _slow_beside_others(inputs: DiagnosisInputs) -> tuple[dict[HostEnd, float], LinkRates]:
     """Return slow host ends and links of rounds in which all pairs sent, each with its fraction of the usual rate.
 
@@ -121,14 +110,14 @@ def _slow_beside_others(inputs: DiagnosisInputs) -> tuple[dict[HostEnd, float], 
         expected = min(round_rate, *(usual[end] for end in ends if end in usual))
         if record.bandwidth_bytes_per_second < LIMITS.slow_fraction * expected:
             links[record.source, record.target] = record.bandwidth_bytes_per_second / expected
-    return _slow_ends(inputs, usual), links
+    return _below_class_median(usual, {end: inputs.host_class(end[0]) for end in usual}), links
 
 
-def _slow_ends(inputs: DiagnosisInputs, usual: Mapping[HostEnd, float]) -> dict[HostEnd, float]:
-    """Return host ends below the median of comparable host ends, each with its fraction of the median."""
-    found: dict[HostEnd, float] = {}
-    for own in {inputs.host_class(host) for host, _ in usual}:
-        comparable = {end: rate for end, rate in usual.items() if inputs.host_class(end[0]) == own}
+def _below_class_median(rates: Mapping[Member, float], classes: Mapping[Member, float]) -> dict[Member, float]:
+    """Return links or host ends that are slow for their class, each with its fraction of the median of the class."""
+    found: dict[Member, float] = {}
+    for own in set(classes.values()):
+        comparable = {member: rate for member, rate in rates.items() if classes[member] == own}
         median = statistics.median(comparable.values())
-        found |= {end: rate / median for end, rate in comparable.items() if rate < LIMITS.slow_fraction * median}
+        found |= {m: rate / median for m, rate in comparable.items() if rate < LIMITS.slow_fraction * median}
     return found

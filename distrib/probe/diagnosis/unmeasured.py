@@ -14,15 +14,8 @@ Failures = dict[tuple[str, str], str]
 """Reason of the failure, by source and target host."""
 
 
-def find_lost_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report hosts with which most other hosts failed, or that did not reply to several hosts.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A finding for each host.
-    """
+def _find_lost_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report hosts with which most other hosts failed, or that did not reply to several hosts."""
     bad = _failures(inputs)
     for host in _failed_hosts(inputs, bad):
         own = {pair: why for pair, why in bad.items() if host in pair}
@@ -45,15 +38,8 @@ def find_lost_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def find_unmeasured_pairs(inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Report failed pairs of hosts that are not lost.
-
-    Args:
-        inputs: Measurements and host facts of the probe.
-
-    Yields:
-        A finding for each direction of a pair.
-    """
+def _find_unmeasured_pairs(inputs: DiagnosisInputs) -> Iterator[Finding]:
+    """Report failed pairs of hosts that are not lost."""
     bad = _failures(inputs)
     lost = _failed_hosts(inputs, bad)
     for (source, target), why in bad.items():
@@ -77,9 +63,6 @@ def lost_host_finding(host: str, why: str) -> Finding:
     Args:
         host: Name of the host.
         why: The launcher's message.
-
-    Returns:
-        A finding of kind `host_lost`.
     """
     return Finding(
         kind="host_lost", severity="error", what=f"{host} was lost during the probe",
@@ -129,3 +112,6 @@ def _is_silent(host: str, own: Mapping[tuple[str, str], str]) -> bool:
 
 def _stalled(why: str) -> bool:
     return any(message in why for message in STALL_MESSAGES)
+
+
+FAILURE_CHECKS = (_find_lost_hosts, _find_unmeasured_pairs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from distrib.probe.records import Record, StageDone, decode_record
 
 LAUNCHER_PREFIX = "distrib-launch: "
-_RANK_TAG = re.compile(r"^(?:\x1b\[\d+m)?\[[^\]]*\] (?:\x1b\[0m)?")
 
 
 class _LineStream(io.TextIOBase):
@@ -69,12 +67,12 @@ class ProgressStreams:
             self._bar.stop()
 
     def _take_output(self, line: str) -> None:
-        line = _RANK_TAG.sub("", line)
-        record = decode_record(line)
+        encoded = line[line.find("{") :]  # the launcher writes the rank before it
+        record = decode_record(encoded)
         if record is None:
             self._take_error(line)
             return
-        if message := self._keep(line):
+        if message := self._keep(encoded):
             self._take_error(message)
         self._show_progress(record)
 
