@@ -24,6 +24,7 @@ import msgspec
 from distrib.errors import LaunchError
 from distrib.utils import log
 from distrib.utils.ranges import ranges
+from distrib_launch.output_filter import OutputFilter
 
 LOG_TIME = re.compile(rb"^\[([IWE])\d{3,4} [\d:.]+ ")
 """Prefix of torch's log lines, with a time that differs between ranks in otherwise equal lines."""
@@ -168,6 +169,7 @@ class Console:
         self._line_limit_bytes = settings.line_limit_bytes if show_rank is None else settings.single_rank_limit_bytes
         dedup = dedup and len(hosts) > 1 and show_rank is None
         self._deduplicators = {descriptor: LineDeduplicator() for descriptor in (1, 2) if dedup}
+        self._filter = OutputFilter()
         self._streams = streams
         self._color = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
         self._tags: dict[tuple[int, int], bytes] = {}
@@ -212,15 +214,17 @@ class Console:
         if newline:
             self._show(rank, descriptor, whole)
 
-    def finish_rank(self, rank: int) -> None:
-        """Show the unfinished last line of a rank that has ended.
+    def finish_rank(self, rank: int, *, failed_by_other: bool = False) -> None:
+        """Show the unfinished last line of a rank that has ended, and its held lines.
 
         Args:
             rank: Global rank.
+            failed_by_other: True if it ended because of another rank; errors about lost connections are then only in its log.
         """
         for descriptor in (1, 2):
             if rest := _without_way_up(self._partial.pop((rank, descriptor), b"")):
                 self._show(rank, descriptor, rest)
+        self._show_lines(rank, 2, self._filter.release(rank, failed_by_other=failed_by_other))
 
     def say(self, text: str) -> None:
         """Print a message of the launcher on standard error, after all output that the ranks have sent so far.
@@ -248,6 +252,7 @@ class Console:
         """
         if not all_of_them:
             self._show_bar()
+            self._show_overdue(all_of_them=False)
         for descriptor, deduplicator in self._deduplicators.items():
             lines = deduplicator.take(all_of_them=all_of_them, among=len(self._hosts))
             if lines:
@@ -255,6 +260,7 @@ class Console:
 
     def close(self) -> None:
         """Write the remaining output as long as the terminal accepts it, and stop the thread."""
+        self._show_overdue(all_of_them=True)
         self.tick(all_of_them=True)
         with self._changed:
             self._note_dropped()
@@ -274,14 +280,22 @@ class Console:
             whole = b"\n".join(lines)
         if b"\r" in whole:  # a progress bar: show its last state on each line
             whole = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole.split(b"\n"))
+        lines = whole.split(b"\n")
+        self._show_lines(rank, descriptor, self._filter.add(rank, lines) if descriptor == 2 else lines)
+
+    def _show_lines(self, rank: int, descriptor: int, lines: list[bytes]) -> None:
         if not self._deduplicators:
             tag = self._tag([rank], descriptor)
-            self._put(descriptor, tag + whole.replace(b"\n", b"\n" + tag) + b"\n")
+            self._put(descriptor, b"".join(tag + line + b"\n" for line in lines))
             return
         deduplicator = self._deduplicators[descriptor]
-        for line in whole.split(b"\n"):
+        for line in lines:
             deduplicator.add(rank, line)
         self.tick()
+
+    def _show_overdue(self, *, all_of_them: bool) -> None:
+        for rank, lines in self._filter.overdue(all_of_them=all_of_them):
+            self._show_lines(rank, 2, lines)
 
     def _show_bar(self) -> None:
         """Show the progress bar of the lowest rank that draws one, if the interval is over and it has changed."""

@@ -48,6 +48,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     topology: str | None = None
     ranks: int | None = None
     """None: one rank for each slot."""
+    oversubscribe: bool = False
+    """Allow any number of ranks per core of this machine."""
     host_filter: HostFilter = HostFilter()
     interface: str | None = None
     mpirun: str | None = None

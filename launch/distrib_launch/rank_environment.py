@@ -118,6 +118,7 @@ def planned(
     host, workers = hosts[group], sum(host.workers for host in hosts)
     environment = {
         "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed
+        "PYTHONFAULTHANDLER": "1",  # the Python stack of a crash; Open MPI then leaves out its C stack
         **options.environment,
         WORLD_SIZE: str(workers),
         ROLE_WORLD_SIZE: str(workers if server is None else sum(host.servers for host in hosts)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import secrets
@@ -13,6 +14,7 @@ from typing import TextIO
 
 import msgspec
 
+from distrib import units
 from distrib.cluster import hostfile
 from distrib.cluster.hostfile import HostList
 from distrib.cluster.topology import Topology, check_hosts, read_topology
@@ -35,8 +37,12 @@ from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.plan_builder import LocalMachine
 from distrib_launch.preflight import interface_selection
 from distrib_launch.rank_agent import affinity
+from distrib_launch.rank_agent.affinity import HostResources
 from distrib_launch.rank_environment import is_secret
 from distrib_launch.results import Failure, Result
+
+MAX_RANKS_PER_CORE = 8
+"""Most ranks per core of this machine without `--oversubscribe`: a script is tried with a few, and a typing error must not stop work."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 NO_INTERPRETER_HINT = "leave out python: every host starts its own"
@@ -143,6 +149,8 @@ def plan_launch(
         resolved = kubernetes.in_image(resolved, options.script, options.run_dir)
     local = local_machine(resolved.environment)
     plan = plan_builder.build_plan(resolved, hosts, topology, local)
+    if not options.oversubscribe:
+        _refuse_oversubscription(plan, local.machine)
     plan = _add_forecast(plan, resolved, hosts, topology, local)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_notes(options, plan, hosts, topology)))
     if options.min_hosts and not before and not in_image:
@@ -225,7 +233,12 @@ def _check_script(given: str, *, is_local: bool) -> None:
     script = Path(given)
     is_interpreter = script.name.startswith("python") and script.suffix != ".py"
     if not files.is_file(script):
-        hint = "options of distrib-launch stand before the script, the script's own after it"
+        near = difflib.get_close_matches(script.name, [path.name for path in script.parent.glob("*.py")], n=1)
+        hint = (
+            f"did you mean {script.with_name(near[0])}?"
+            if near
+            else "options of distrib-launch stand before the script, the script's own after it"
+        )
         raise ConfigError(
             f"{given}: {'is a directory' if files.is_dir(script) else 'no such script'}",
             hint=NO_INTERPRETER_HINT if is_interpreter else hint,
@@ -238,6 +251,21 @@ def _check_script(given: str, *, is_local: bool) -> None:
                 f"{script}: it is a program, and distrib-launch starts Python scripts",
                 hint=NO_INTERPRETER_HINT if is_interpreter else "name the Python script that it starts",
             )
+
+
+def _refuse_oversubscription(plan: LaunchPlan, machine: HostResources | None) -> None:
+    """Raise ConfigError for far more ranks on this machine than it has cores: they would make it unusable."""
+    cores = sum(map(len, machine.nodes.values())) if machine else 1
+    if (
+        machine
+        and len(plan.ranks) > MAX_RANKS_PER_CORE * cores
+        and all(host.name == "localhost" for host in plan.hosts)
+    ):
+        raise ConfigError(
+            f"{len(plan.ranks)} ranks on this machine: it has {units.count_text(cores, 'core')}, expected at most "
+            f"{MAX_RANKS_PER_CORE * cores} ranks",
+            hint="lower -np, or add --oversubscribe",
+        )
 
 
 def _check_min_hosts(min_hosts: int, plan: LaunchPlan, *, preflight: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from pathlib import Path
 
 from distrib import units
@@ -10,6 +11,9 @@ from distrib.cluster.node import name_hosts
 from distrib_launch import run_directory
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import Failure, Result
+
+MAX_MESSAGE_LENGTH = 160
+"""Characters of the first failure's message in the end line: two lines of a terminal. The report before it has all."""
 
 
 def start_line(plan: LaunchPlan) -> str:
@@ -48,7 +52,8 @@ def end_line(result: Result, run_dir: Path) -> str:
     if (
         result.status == "failed" and failure and failure.host
     ):  # without a host, the command prints the error after this line
-        line += f": {failed_part(failure)}: {failure.message.splitlines()[0]}"
+        message = textwrap.shorten(failure.message.partition("\n")[0], MAX_MESSAGE_LENGTH)
+        line += f": {failed_part(failure)}: {message}"
     elif measured := result.measured:
         speed = f"{measured.samples_per_second:,.0f} samples/s, " if measured.samples_per_second else ""
         line += f": {speed}{measured.efficiency:.0%} scaling efficiency"

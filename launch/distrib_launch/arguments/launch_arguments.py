@@ -64,6 +64,7 @@ def _add_host_options(group: argparse._ArgumentGroup) -> None:
     add_hosts(group, "a Slurm allocation's, else this machine")
     group.add_argument("-n", "-np", "--np", dest="ranks", type=integer("ranks"), metavar="N",
                        help="start N ranks (default: one for each slot)")  # fmt: skip
+    group.add_argument("--oversubscribe", action="store_true", help="start more than 8 ranks per core of this machine")
     add_host_filter(group)
     group.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: fill "
                        "one host after the other)")  # fmt: skip
@@ -170,6 +171,7 @@ def launch_options(options: argparse.Namespace) -> LaunchOptions:
         hosts=options.hosts,
         topology=options.topology,
         ranks=options.ranks,
+        oversubscribe=options.oversubscribe,
         host_filter=msgspec.structs.replace(host_filter(options), spread=options.spread),
         interface=options.interface,
         mpirun=options.mpirun,

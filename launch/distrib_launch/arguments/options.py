@@ -23,6 +23,11 @@ OTHER_LAUNCHERS = {
 }  # fmt: skip
 """Hints for options of torchrun, mpirun, srun, DeepSpeed and accelerate."""
 
+OF_SCRIPT = "options for your script go after the script: distrib-launch train.py --epochs 3"
+
+MIN_SIMILARITY = 0.75
+"""Least similarity of an unknown option to the suggested one: `--epochs` is no misspelling of `--replicas` (0.67)."""
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises ConfigError and accepts no abbreviations, which new options would make ambiguous."""
@@ -86,11 +91,11 @@ class Parser(argparse.ArgumentParser):
         word = unknown[0].partition("=")[0]
         hint = ""
         if word.startswith("-"):
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=MIN_SIMILARITY)
             hint = f"; did you mean {near[0]}?" if near else ""
             if "-np" in self._option_string_actions:
                 other = OTHER_LAUNCHERS.get(word.lstrip("-").replace("_", "-"))
-                hint = f"; {other}" if other else hint
+                hint = f"; {other}" if other else hint or f"; {OF_SCRIPT}"
         elif "-H" in self._option_string_actions and HOST_FILE_NAME.search(word.rpartition("/")[2]):
             is_topology = word.endswith(("yaml", "yml"))
             hint = f"; {'a topology is named with --topology' if is_topology else 'hosts are named with -H'} {word}"

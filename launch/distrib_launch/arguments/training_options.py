@@ -114,6 +114,8 @@ def _outer(options: argparse.Namespace) -> OuterOptimizer:
 def _bucket(text: str | None) -> int | None:
     if text is None:
         return None
+    if text.isdigit() and int(text):
+        raise ConfigError(f"--bucket {text}: no unit", hint=f"write {text}MiB")
     try:
         size = units.parse_size(text)
     except ValueError as error:

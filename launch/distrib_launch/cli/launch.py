@@ -21,6 +21,15 @@ from distrib_launch.arguments.launch_arguments import launch_options, parser
 from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
 from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
 
+SHORT_USAGE = """\
+usage: distrib-launch [options] SCRIPT [ARGS...]
+
+  distrib-launch -np 2 train.py --epochs 3    two ranks on this machine
+  distrib-launch -H cluster.txt train.py      one rank per slot of a hostfile
+  distrib-launch --dry-run -np 2 train.py     show the plan, start nothing
+
+distrib-launch --help lists all options."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
@@ -31,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.raise_on_termination()  # until a job runs, which handles signals itself
     arguments = None
     ignore_closed_streams()
+    if not (sys.argv[1:] if argv is None else argv):
+        print(SHORT_USAGE, file=sys.stderr)
+        return 2
     try:
         command_parser = parser()
         complete_words(command_parser)

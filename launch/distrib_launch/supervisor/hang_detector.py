@@ -22,6 +22,8 @@ from distrib_launch.supervisor.rank_state import RankState
 class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the hang detection, in seconds."""
 
+    hint_seconds: float = 60.0
+    """Silence after which one line announces the report, once in a job: longer than most steps, short for a user who watches."""
     notice_seconds: float = 600.0
     """Timeout without `--hang-timeout`: the hang is reported once and the job continues. torch's own timeouts are 10 and 30 minutes."""
     closed_seconds: float = 10.0
@@ -65,7 +67,7 @@ class HangDetector:
         self._recheck: NetworkRecheck | None = None
         self._failure: results.Failure | None = None  # the job ends with it after the check of the network
         self._is_starting = True
-        self._closed_reported = False
+        self._closed_reported = self._hinted = False
         self.start()
 
     def start(self) -> None:
@@ -124,6 +126,13 @@ class HangDetector:
                 return self._failure
         workers = [state for state in ranks if not state.exit and state.is_worker]
         silent_seconds = now - self._last_progress
+        if silent_seconds > self._settings.hint_seconds and not self._hinted and not self._closed_reported:
+            self._hinted = True
+            what = "the job ends" if self._ends_job else "the stacks of all ranks are shown"
+            self._console.say(
+                f"note: no rank has printed a line or finished a step for {self._settings.hint_seconds:.0f} s; "
+                f"{what} after {self._limit_seconds:g} s (--hang-timeout)"
+            )
         if self._stacks is None:
             if self._is_due(silent_seconds, workers):
                 self._stacks, self._deadline = {}, now + self._settings.stacks_seconds

@@ -157,7 +157,9 @@ class RankMessages:
             message=message,
             lost=lost,
         )
-        job.console.finish_rank(state.plan.rank)
+        job.console.finish_rank(
+            state.plan.rank, failed_by_other=state.exit.consequence or state.exit.stopped_by == "launcher"
+        )
         state.close_files()
         if job.failed_at or job.stopping:
             return

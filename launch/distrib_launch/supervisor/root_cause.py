@@ -5,25 +5,23 @@ The exit record has a rank's uncaught exception. The tail of its stderr is read 
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from distrib import units
 from distrib.cluster.node import name_hosts
 from distrib.utils.ranges import ranges
+from distrib_launch import output_filter
+from distrib_launch.output_filter import LOST_CONNECTION
 from distrib_launch.results import Failure
+from distrib_launch.status_lines import failed_part, short_path
 from distrib_launch.supervisor.rank_exit import ErrorRecord, RankExit, signal_name
 
-CONSEQUENCE = re.compile(
-    r"connection closed by peer|connection reset by peer|broken pipe|connection was likely closed|"
-    r"ncclRemoteError|remote process exited|communicator was aborted|NCCL communicator .* aborted|"
-    r"socket has failed to connect|recvValue failed|MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED|"
-    r"gloo.*timed out|timed out waiting .*ms for recv|watchdog caught collective operation timeout|"
-    r"HorovodInternalError|failed to recv, got 0 bytes",
-    re.IGNORECASE,
-)
-"""Messages of Gloo, NCCL, torch's store, MPI and Horovod after another rank died."""
+OUTPUT_LINES = 5
+"""Number of last lines of stderr and of stdout that the report shows of a rank that ended without an exception."""
 
 NCCL_TIMEOUT = "watchdog caught collective operation timeout"
 """Message of torch, in lower case, on ranks whose NCCL collective timed out because a rank did not take part."""
@@ -49,8 +47,11 @@ LOST_CHILD = (
 NOISE = re.compile(r"(\[rank\d+\]:)?(\[[IWE]\d{3,4} |\s*(frame #|Exception raised from |$))")
 """Pattern of lines that show no cause: torch's log lines (`[W1122 `), which also occur without a failure, and C++ stacks."""
 
-EARLY_MESSAGE_STACK = ("mca_pml_ob1_recv_frag_callback_match", "ompi_mpi_init")
-"""Functions in Open MPI's stack of a rank that crashed by a message during MPI_Init; see `engines.srun.BARRIERS`."""
+FATAL_ERROR = "Fatal Python error: "
+"""Beginning of the report of Python's faulthandler, which every rank has on."""
+
+MPI_INIT_FRAMES = (" in _start_mpi", " in _init_mpi")
+"""Ends of the innermost Python frame in MPI_Init: `training.world`, `probe.__main__`. See `engines.srun.BARRIERS`."""
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """Signals of faults in the process itself."""
@@ -79,8 +80,8 @@ def is_consequence(error: ErrorRecord | None, stderr: str, number: int | None = 
         number: Signal that ended it, None for none.
     """
     if error and number in (None, signal.SIGABRT, signal.SIGINT):  # after other signals, the exception was not fatal
-        return not _lost_child(error) and bool(CONSEQUENCE.search(f"{error.traceback}\n{error.message}"))
-    return bool(CONSEQUENCE.search("\n".join([line for line in stderr.splitlines() if not NOISE.match(line)][-5:])))
+        return not _lost_child(error) and bool(LOST_CONNECTION.search(f"{error.traceback}\n{error.message}"))
+    return bool(LOST_CONNECTION.search("\n".join(_last_lines(stderr))))
 
 
 def fault_in(stderr: str) -> int | None:
@@ -92,7 +93,7 @@ def fault_in(stderr: str) -> int | None:
     for line in reversed(stderr.splitlines()):
         for number in FAULTS:
             name = signal.strsignal(number)
-            if line.endswith(f"] Signal: {name} ({int(number)})") or line == f"Fatal Python error: {name}":
+            if line.endswith(f"] Signal: {name} ({int(number)})") or line.replace("-", " ") == f"{FATAL_ERROR}{name}":
                 return number
     return None
 
@@ -120,14 +121,15 @@ def describe_failure(
         message += f" (install {module.partition('.')[0]} for {interpreter} on {first.host}{pythonpath})"
     if error and first.signal == signal.SIGABRT:
         message += " (and SIGABRT while Python was ending)"
-    if first.signal == signal.SIGSEGV and all(function in stderr for function in EARLY_MESSAGE_STACK):
-        message += " (in MPI_Init, as a message came too early: open-mpi/ompi#12495; SLURM_PMIX_FENCE=ring, or --engine mpirun)"
+    stack = [] if error or not first.signal else python_stack(stderr)
+    if first.signal == signal.SIGSEGV and len(stack) > 1 and stack[1].endswith(MPI_INIT_FRAMES):
+        message += " (in MPI_Init; with srun often open-mpi/ompi#12495: set SLURM_PMIX_FENCE=ring, or --engine mpirun)"
     said = f"{message}\n{error.traceback if error else ''}".lower()
     message += next((f" ({why})" for fragments, why in KNOWN_CAUSES if any(f in said for f in fragments)), "")
     message += _other_ranks(first, exits, message)
     return Failure(
         rank=first.rank, host=first.host, time=first.time, exit_code=first.exit_code, signal=first.signal,
-        message=message, traceback=error.traceback if error else "", log=str(log),
+        message=message, traceback=error.traceback if error else "\n".join(stack), log=str(log),
     )  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def _message(first: RankExit, exits: Sequence[RankExit], error: ErrorRecord | No
         return error.message + (_child_error(stderr) if _lost_child(error) else "")
     if first.signal:
         return f"killed by {signal_name(first.signal)}" + _signal_cause(first, exits, stderr)
-    last = _last_line(stderr)
+    last = "".join(_last_lines(stderr)[-1:])
     return f"exit code {first.exit_code}" + (f"; last words: {last}" if last else "")
 
 
@@ -158,7 +160,7 @@ def _signal_cause(first: RankExit, exits: Sequence[RankExit], stderr: str) -> st
         )
     # C++ prints what() of an uncaught exception; hints of torch and a stack may follow.
     what = [line.strip() for line in stderr.splitlines() if line.strip().startswith("what():")]
-    last = what[-1] if what else _last_line(stderr)
+    last = what[-1] if what else "".join(_last_lines(stderr)[-1:])
     return f"; last words: {last}" if last else ""
 
 
@@ -239,9 +241,30 @@ def _without_rank(text: str) -> str:
     return re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)  # torch's prefix
 
 
-def _last_line(stderr: str) -> str:
-    lines = (line.strip() for line in reversed(stderr.splitlines()))
-    return next((line for line in lines if not NOISE.match(line)), "")
+def _before_stack(stderr: str) -> str:
+    before, found, _ = stderr.rpartition(FATAL_ERROR)
+    return before if found else stderr
+
+
+def python_stack(stderr: str) -> list[str]:
+    """Return the report of Python's faulthandler: the error, and the calls of the thread that crashed, innermost first.
+
+    Args:
+        stderr: Tail of the rank's stderr.
+    """
+    _, found, report = stderr.rpartition(FATAL_ERROR)
+    error, *lines = report.splitlines() or [""]
+    begin = next((n for n, line in enumerate(lines) if line.startswith("Current thread ")), len(lines))
+    frames = itertools.takewhile(lambda line: line.startswith("  "), lines[begin + 1 :])
+    own = [frame for frame in frames if "/rank_agent/run_script.py" not in frame][:19]
+    return [f"{FATAL_ERROR}{error} (most recent call first):", *own] if found and own else []
+
+
+def _last_lines(output: str) -> list[str]:
+    """Return the last lines of a rank's output that may show why it ended."""
+    lines = [line.strip() for line in _before_stack(output).splitlines()]
+    kept = [line for line in lines if not NOISE.match(line) and not output_filter.NOISE.search(line.encode())]
+    return kept[-OUTPUT_LINES:]
 
 
 def tail(log: Path) -> str:
@@ -267,8 +290,11 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
         exits: Exits of all ranks.
         started: Unix time of the job's start.
     """
-    who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
-    lines = [f"{who} failed first: {failure.message}"]
+    lines = [f"{failed_part(failure)} failed first: {failure.message}"]
+    if failure.rank is not None and (failure.signal or not failure.traceback):
+        for name, log in (("output", Path(failure.log).with_suffix(".out")), ("error output", Path(failure.log))):
+            if last := _last_lines(tail(log)):
+                lines += [f"  its last {name}:", *("    " + line for line in last)]
     traceback = failure.traceback.splitlines()
     shown = traceback[-20:]
     if len(shown) < len(traceback):
@@ -276,7 +302,8 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
     lines += ["  " + line for line in shown]
     for own in (one for one in exits if one.rank == failure.rank):
         seconds = max(0.0, failure.time - started)
-        lines.append(f"  {own.how}, local rank {own.local_rank}, {seconds:.1f} s after the start")
+        how = "" if own.how in failure.message else f"{own.how}, "
+        lines.append(f"  {how}local rank {own.local_rank}, {seconds:.1f} s after the start")
     groups: dict[str, list[int]] = {}
     for one in exits:
         if one.rank != failure.rank:
@@ -284,8 +311,10 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
     for fate in ("timed out, too", "lost the connection to it", "failed too", "were stopped", "had finished"):
         if numbers := groups.get(fate):
             what = fate.replace("were ", "was ") if len(numbers) == 1 else fate
+            if fate == "lost the connection to it":
+                what += f" ({units.count_text(len(numbers), 'traceback')} in the logs)"
             lines.append(f"  rank{'s' * (len(numbers) > 1)} {ranges(numbers)}: {what}")
-    return "\n".join([*lines, f"  its error output: {failure.log}"])
+    return "\n".join([*lines, f"  its error output: {short_path(failure.log)}"])
 
 
 def _fate(one: RankExit, failure: Failure) -> str:
