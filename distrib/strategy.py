@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from distrib import units
 from distrib.environment import DISTRIB_STRATEGY
 from distrib.errors import ConfigError
 
@@ -144,9 +145,6 @@ def parse_gradients(text: str) -> Gradients:
     Args:
         text: A format, with its argument after a colon: `bf16`, `powersgd:4`, `topk:0.01`.
 
-    Returns:
-        The format.
-
     Raises:
         ConfigError: There is no such format, its argument is missing or out of range.
     """
@@ -262,9 +260,6 @@ def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
         strategy: The strategy.
         mode: The mode as typed, for errors, where it differs.
 
-    Returns:
-        The strategy itself.
-
     Raises:
         ConfigError: A setting does not apply in the mode, or contradicts another.
     """
@@ -308,33 +303,51 @@ def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
     return strategy
 
 
-def non_default_options(strategy: Strategy) -> tuple[str, ...]:
-    """Return the options that differ from the default, as typed, such as `--mode local`.
+def strategy_options(strategy: Strategy) -> tuple[str, ...]:
+    """Return the options of `distrib-launch` that select a strategy.
 
     Args:
         strategy: The strategy.
 
     Returns:
-        One text per option.
+        Words of a command line, empty for the default strategy.
     """
-    values = ((field, getattr(strategy, field)) for field in strategy.__struct_fields__)
-    default = Strategy()
-    return tuple(
-        _option(field, value) + (f" {value}" if field in ("mode", "backend", "gradients", "accumulate") else "")
-        for field, value in values
-        if value != getattr(default, field)
-    )
+    plain = _all_options(Strategy())
+    return tuple(word for option, words in _all_options(strategy).items() if words != plain[option] for word in words)
+
+
+def _all_options(strategy: Strategy) -> dict[str, tuple[str, ...]]:
+    """Map every option to its words, defaults included."""
+    bucket, outer = strategy.bucket_bytes, strategy.outer
+    valued = {
+        "mode": strategy.mode,
+        "backend": strategy.backend,
+        "gradients": strategy.gradients,
+        "all-reduce": strategy.all_reduce,
+        "bucket": None if bucket is None else units.format_size(bucket).replace(" ", ""),
+        "accumulate": strategy.accumulate,
+        "inner-steps": strategy.inner_steps,
+        "outer": f"{outer.lr}:{outer.momentum}",
+        "fragments": outer.fragments,
+        "overlap-steps": outer.overlap_steps,
+        "servers": strategy.servers,
+        "staleness": strategy.staleness,
+        "replicas": strategy.replicas,
+        "delay-compensation": strategy.delay_compensation,
+    }
+    flags = {
+        "balance": strategy.balance,
+        "stale-rate": strategy.stale_rate,
+        "momentum-correction": strategy.momentum_correction,
+        "host-reduction": strategy.host_reduction,
+    }
+    found = {option: () if value is None else (f"--{option}", str(value)) for option, value in valued.items()}
+    return found | {option: (f"--{option}" if on else f"--no-{option}",) for option, on in flags.items()}
 
 
 def _option(field: str, value: object) -> str:
     """Return the option that sets a field."""
-    if isinstance(value, OuterOptimizer):
-        parts = [
-            part for part in ("fragments", "overlap_steps") if getattr(value, part) != getattr(OuterOptimizer(), part)
-        ]
-        field = "outer" if (value.lr, value.momentum) != (OuterOptimizer().lr, OuterOptimizer().momentum) else parts[0]
-    field = field.removesuffix("_bytes")
-    return ("--no-" if value is False else "--") + field.replace("_", "-")
+    return strategy_options(msgspec.structs.replace(Strategy(), **{field: value}))[0]
 
 
 def _check_async(strategy: Strategy) -> None:

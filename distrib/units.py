@@ -187,9 +187,6 @@ def duration_text(seconds: float) -> str:
 
     Args:
         seconds: 0 or more.
-
-    Returns:
-        A number and a unit.
     """
     return format_duration(seconds, digits=3)
 
@@ -199,9 +196,6 @@ def rate_text(bytes_per_second: float) -> str:
 
     Args:
         bytes_per_second: 0 or more.
-
-    Returns:
-        A number and a unit.
     """
     return format_rate(bytes_per_second, digits=2 if bytes_per_second < 1e9 else 3)
 
@@ -211,9 +205,6 @@ def bit_rate_text(bytes_per_second: float) -> str:
 
     Args:
         bytes_per_second: 0 or more.
-
-    Returns:
-        A number and a unit.
     """
     return format_rate(bytes_per_second, digits=3, bits=True)
 
@@ -223,9 +214,6 @@ def size_text(size_bytes: int) -> str:
 
     Args:
         size_bytes: 0 or more.
-
-    Returns:
-        A number and a unit.
     """
     return format_size(size_bytes, digits=3, binary=False)
 
@@ -235,9 +223,6 @@ def binary_size_text(size_bytes: int) -> str:
 
     Args:
         size_bytes: 0 or more.
-
-    Returns:
-        A number and a unit.
     """
     return format_size(size_bytes, digits=3, binary=True)
 
@@ -247,9 +232,6 @@ def number_text(value: float) -> str:
 
     Args:
         value: Any finite number.
-
-    Returns:
-        The number.
     """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 

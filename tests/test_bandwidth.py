@@ -20,7 +20,6 @@ from distrib.bandwidth_model.recommendations import (
     convergence_effect,
     is_equivalent,
     recommend,
-    strategy_options,
 )
 from distrib.bandwidth_model.scaling import needed_bandwidth, predict_limit, predict_step
 from distrib.bandwidth_model.step_timeline import Transfer
@@ -28,7 +27,7 @@ from distrib.bandwidth_model.workload import Gradient, Workload
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.errors import ConfigError
-from distrib.strategy import Gradients, OuterOptimizer, Strategy, validate_strategy
+from distrib.strategy import Gradients, OuterOptimizer, Strategy, strategy_options, validate_strategy
 from tests.conftest import ROOT
 
 MB = 1_000_000

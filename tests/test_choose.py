@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.cluster.hostfile import Host
-from distrib.cluster.topology import Gpus
+from distrib.cluster.node import Gpus
 from distrib.errors import ConfigError
 from distrib_launch.cli import launch as cli
 from distrib_launch.host_selection import HostFilter, SelectedHost, distribute_ranks, parse_filter, select_hosts

@@ -72,9 +72,6 @@ def resnet(blocks: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
     Args:
         blocks: Blocks of each stage.
         classes: Classes.
-
-    Returns:
-        The arithmetic.
     """
     layers = _Convolutions()
     layers.add_convolution("conv1", 7, 3, 64, 112, bias=False)
@@ -105,9 +102,6 @@ def vgg(stages: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
     Args:
         stages: Convolutions of each stage.
         classes: Classes.
-
-    Returns:
-        The arithmetic.
     """
     layers = _Convolutions()
     inputs, side = 3, 224
@@ -131,9 +125,6 @@ def gpt2(layers: int, width: int, heads: int, tokens: int = 1024, words: int = 5
         heads: Attention heads.
         tokens: Tokens of a sequence.
         words: Size of the vocabulary.
-
-    Returns:
-        The arithmetic.
     """
     parameters = [LayerParameter("wte.weight", words * width), LayerParameter("wpe.weight", 1024 * width)]
     for layer in range(layers):
@@ -155,9 +146,6 @@ def bert(layers: int, width: int, heads: int, tokens: int, words: int = 30522) -
         heads: Attention heads.
         tokens: Tokens of a sequence.
         words: Size of the vocabulary.
-
-    Returns:
-        The arithmetic.
     """
     parameters = [
         LayerParameter("embeddings.word", words * width),
@@ -186,9 +174,6 @@ def vit(layers: int, width: int, heads: int, patch: int = 16, classes: int = 100
         heads: Attention heads.
         patch: Side of a patch in pixels.
         classes: Classes.
-
-    Returns:
-        The arithmetic.
     """
     patches = (224 // patch) ** 2
     tokens = patches + 1

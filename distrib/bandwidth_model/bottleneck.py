@@ -83,9 +83,6 @@ def slowest_between_hosts(topology: Topology | None, names: tuple[str, ...], *, 
         names: The hosts in the order of the ring; one host stands for several of its kind.
         gpus: True for NCCL, False for Gloo.
 
-    Returns:
-        The link.
-
     Raises:
         ConfigError: A link is neither described nor measured.
     """
@@ -216,9 +213,6 @@ def slowest_inside_host(topology: Topology | None, host: str, workload: Workload
         host: The host.
         workload: One rank's step, with its device.
         ranks: Ranks of the host.
-
-    Returns:
-        The link.
     """
     group = topology.group_of(host) if topology else None
     if workload.device == "cpu":

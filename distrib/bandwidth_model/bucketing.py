@@ -247,9 +247,6 @@ def ddp_buckets(gradients: Sequence[Gradient], bucket_bytes: int | None = None) 
     Args:
         gradients: In the order in which they get ready.
         bucket_bytes: The size of a bucket. None: DDP's defaults.
-
-    Returns:
-        The buckets in order.
     """
     ends = set(ddp_bounds([gradient.size_bytes for gradient in gradients], bucket_bytes))
     found: list[GradientBucket] = []
@@ -327,9 +324,6 @@ def hook_buckets(
         strategy: The strategy of the job.
         cost: The cost of a bucket. None: inside one host, where buckets are even.
         ranks_per_host: The most ranks of a host.
-
-    Returns:
-        The buckets in order.
     """
     total = sum(gradient.size_bytes for gradient in gradients)
     if FORMATS[strategy.gradients.format].whole_buckets:

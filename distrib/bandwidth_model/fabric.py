@@ -70,9 +70,6 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             bytes_per_second: The new bandwidth.
-
-        Returns:
-            The changed fabric.
         """
         if self.network is None:
             return self
@@ -86,9 +83,6 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             bytes_per_second: The new bandwidth.
-
-        Returns:
-            The changed fabric.
         """
         if self.intra_node is None:
             return self
@@ -111,9 +105,6 @@ def find_fabric(
         hosts: Host names, or a number of the topology's hosts.
         ranks_per_host: One number, or one for each host.
         nodes: The number of hosts, where more than the names.
-
-    Returns:
-        The fabric.
 
     Raises:
         ConfigError: A link is neither described nor measured.

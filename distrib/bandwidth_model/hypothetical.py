@@ -37,9 +37,6 @@ def parse_network_option(text: str, gpudirect: bool | None, option: str = "--net
         gpudirect: True or False to set GPUDirect RDMA, None to leave it open.
         option: The name of the option.
 
-    Returns:
-        The network.
-
     Raises:
         ConfigError: The text is not a network.
     """
@@ -87,9 +84,6 @@ def catalog_gpu_name(kind: str) -> str:
     Args:
         kind: The value of `--gpu`.
 
-    Returns:
-        The name.
-
     Raises:
         ConfigError: The GPU is not in the catalogue.
     """
@@ -109,9 +103,6 @@ def hypothetical_cluster(
         ranks_per_node: GPUs of each host.
         gpu: The catalogue's name; None for hosts without GPUs.
         network: The network; None for one host.
-
-    Returns:
-        The topology.
     """
     spec = find_gpu(gpu) if gpu else None
     links = None
@@ -158,9 +149,6 @@ def changed_cluster(
         gpu: The new GPU; None to keep it.
         network: The new network; None to keep it.
         gpudirect: The new setting; None to keep it.
-
-    Returns:
-        The changed topology.
 
     Raises:
         ConfigError: The options contradict the topology.

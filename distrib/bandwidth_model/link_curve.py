@@ -48,9 +48,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             factor: The bandwidth is divided by it.
-
-        Returns:
-            The new curve.
         """
         return msgspec.structs.replace(
             self,
@@ -81,9 +78,6 @@ def linear_curve(latency_seconds: float, bandwidth_bytes_per_second: float) -> C
     Args:
         latency_seconds: The time of an empty message.
         bandwidth_bytes_per_second: The bandwidth beyond it.
-
-    Returns:
-        The curve.
     """
     return Curve(latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth_bytes_per_second)
 

@@ -128,9 +128,6 @@ def select_workload(given: str, gpu: str | None, cluster_gpu: str | None, batch:
         batch: Samples per rank. None: the workload's own.
         hint: The advice if no GPU is known.
 
-    Returns:
-        The workload.
-
     Raises:
         ConfigError: The workload is unknown or invalid, or no GPU is known.
     """
@@ -152,9 +149,6 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
 
     Args:
         request: The request.
-
-    Returns:
-        The plan.
 
     Raises:
         ConfigError: A link is unknown.

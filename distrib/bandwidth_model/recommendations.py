@@ -24,6 +24,7 @@ from distrib.strategy import (
     Mode,
     Strategy,
     parse_gradients,
+    strategy_options,
     validate_strategy,
 )
 
@@ -326,45 +327,3 @@ def convergence_effect(strategy: Strategy) -> str:
     if not strategy.gradients.exact:
         effects.append(FORMATS[strategy.gradients.format].effect)
     return "; ".join(effects) or SAME_AS_SYNC
-
-
-def strategy_options(strategy: Strategy) -> tuple[str, ...]:
-    """Return the options of `distrib-launch` that select a strategy.
-
-    Args:
-        strategy: The strategy.
-
-    Returns:
-        Words of a command line, empty for the default strategy.
-    """
-    plain = _all_options(Strategy())
-    return tuple(word for option, words in _all_options(strategy).items() if words != plain[option] for word in words)
-
-
-def _all_options(strategy: Strategy) -> dict[str, tuple[str, ...]]:
-    """Map every option to its words, defaults included."""
-    bucket, outer = strategy.bucket_bytes, strategy.outer
-    valued = {
-        "mode": strategy.mode,
-        "backend": strategy.backend,
-        "gradients": strategy.gradients,
-        "all-reduce": strategy.all_reduce,
-        "bucket": None if bucket is None else units.format_size(bucket).replace(" ", ""),
-        "accumulate": strategy.accumulate,
-        "inner-steps": strategy.inner_steps,
-        "outer": f"{outer.lr}:{outer.momentum}",
-        "fragments": outer.fragments,
-        "overlap-steps": outer.overlap_steps,
-        "servers": strategy.servers,
-        "staleness": strategy.staleness,
-        "replicas": strategy.replicas,
-        "delay-compensation": strategy.delay_compensation,
-    }
-    flags = {
-        "balance": strategy.balance,
-        "stale-rate": strategy.stale_rate,
-        "momentum-correction": strategy.momentum_correction,
-        "host-reduction": strategy.host_reduction,
-    }
-    found = {option: () if value is None else (f"--{option}", str(value)) for option, value in valued.items()}
-    return found | {option: (f"--{option}" if on else f"--no-{option}",) for option, on in flags.items()}

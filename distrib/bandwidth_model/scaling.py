@@ -57,9 +57,6 @@ def predict_step(
         ranks_per_host: One number, or one for each host.
         timeline: True to record the timeline.
 
-    Returns:
-        The prediction.
-
     Raises:
         ConfigError: The workload is invalid, or a link is unknown.
     """
@@ -191,9 +188,6 @@ def predict_on_fabric(fabric: Fabric, workload: Workload, strategy: Strategy, *,
         workload: The workload of `find_job`.
         strategy: The strategy of the job.
         spans: True to record the timeline.
-
-    Returns:
-        The prediction.
     """
     buckets = plan_buckets(fabric, workload, strategy)
     step = predict_fabric_step(fabric, workload, strategy, buckets, spans=spans)

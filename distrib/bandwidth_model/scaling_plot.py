@@ -49,12 +49,11 @@ def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
 
 def _scaling_figure(plan: ScalingPlan) -> Any:
     """Plot samples per second against the number of ranks, with ideal scaling for comparison."""
-    from matplotlib.figure import Figure  # matplotlib takes a second to import
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator  # matplotlib takes a second to import
 
     work = plan.workload
     with plotting.plot_style():
-        figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
+        figure = plotting.new_figure(8, 4.8)
         axes = figure.add_subplot()
         ranks = [prediction.ranks for prediction in plan.predictions]
         ideal = [prediction.ranks * work.batch / prediction.compute_seconds for prediction in plan.predictions]
@@ -90,10 +89,8 @@ def _curve(axes: Any, ranks: Sequence[int], predictions: Sequence[Prediction], c
 
 def _timeline_figure(prediction: Prediction, title: str) -> Any:
     """Plot the compute and network streams of a step."""
-    from matplotlib.figure import Figure
-
     with plotting.plot_style():
-        figure = Figure(figsize=(10, 2.6), facecolor=PAPER, layout="constrained")
+        figure = plotting.new_figure(10, 2.6)
         axes = figure.add_subplot()
         rows = {"compute": 1, "network": 0}
         for span in prediction.timeline:

@@ -94,9 +94,6 @@ def parameter_server_step(fabric: Fabric, workload: Workload, strategy: Strategy
         workload: One rank's step.
         strategy: The strategy of the job.
         slowness: The slowdown of the rank that sets the pace.
-
-    Returns:
-        The step.
     """
     alone = step_timeline.synchronous_step(workload, (), batches=strategy.accumulate, slowness=slowness).seconds
     link = _server_link(fabric)

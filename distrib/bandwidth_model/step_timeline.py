@@ -70,9 +70,6 @@ def synchronous_step(
         overlap_slowdown: Relative slowdown of computing while the network is busy.
         hook_seconds: The time from the last bucket to the optimizer.
         spans: True to record the timeline.
-
-    Returns:
-        The step.
     """
     clock = _Clock(draws=spans)
     for number in range(batches):
@@ -120,9 +117,6 @@ def delay_for_data(step: Step, seconds: float) -> Step:
     Args:
         step: The step.
         seconds: The wait.
-
-    Returns:
-        The delayed step.
     """
     late = Span(stream="compute", phase="loader", label="loader", start_seconds=0.0, end_seconds=seconds)
     moved = (

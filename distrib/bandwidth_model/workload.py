@@ -111,9 +111,6 @@ def validate_workload(workload: Workload, source: str = "workload") -> Workload:
         workload: The workload.
         source: The file, for errors.
 
-    Returns:
-        The workload itself.
-
     Raises:
         ConfigError: A number is impossible, or there are no gradients; with the path in the file.
     """

@@ -20,7 +20,7 @@ from distrib import units
 from distrib.bandwidth_model import architectures
 from distrib.bandwidth_model.architectures import NetworkArithmetic
 from distrib.bandwidth_model.workload import Gradient, Workload, validate_workload
-from distrib.cluster.hardware_catalog import GpuSpec, find_gpu, gpu_hint, hardware_catalog
+from distrib.cluster.hardware_catalog import GpuSpec, find_gpu, gpu_hint, hardware_catalog, read_catalog_file
 from distrib.errors import ConfigError
 from distrib.utils import files
 
@@ -103,9 +103,6 @@ def network_arithmetic(name: str) -> NetworkArithmetic:
     Args:
         name: Its name, in any spelling.
 
-    Returns:
-        The arithmetic.
-
     Raises:
         ConfigError: The name is unknown.
     """
@@ -120,9 +117,6 @@ def catalog_workload(name: str, gpu: str, batch: int | None = None, *, precision
         gpu: The GPU.
         batch: Samples. None: the usual batch. Time grows in proportion.
         precision: None: amp on GPUs with tensor cores, else fp32.
-
-    Returns:
-        The workload.
 
     Raises:
         ConfigError: The network or the GPU is not in the catalogue.
@@ -174,9 +168,6 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
     Args:
         path: The file.
 
-    Returns:
-        The workload.
-
     Raises:
         ConfigError: The file is not a valid profile; with the path inside.
     """
@@ -222,9 +213,6 @@ def scaled_workload(workload: Workload, *, batch: int | None = None, gpu: str | 
         workload: The workload.
         batch: The new batch; None to keep it.
         gpu: The new GPU; None to keep it.
-
-    Returns:
-        The scaled workload.
 
     Raises:
         ConfigError: A GPU is not in the catalogue.
@@ -322,10 +310,7 @@ def _slower(workload: Workload, factor: float) -> Workload:
 
 @functools.cache
 def _file() -> _File:
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return msgspec.convert(yaml.load(PATH.read_text(encoding="utf-8"), loader), _File)
+    return read_catalog_file(PATH, _File)
 
 
 def _named(name: str) -> str:

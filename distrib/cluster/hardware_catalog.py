@@ -9,13 +9,14 @@ import difflib
 import functools
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from distrib import units
 
 LinkKind = Literal["infiniband", "roce", "ethernet", "nvlink", "pcie"]
+CatalogKind = TypeVar("CatalogKind")
 DataType = Literal["fp32", "tf32", "fp16", "bf16"]
 
 PATH = Path(__file__).with_name("hardware_catalog.yaml")
@@ -105,14 +106,24 @@ class _CatalogFile(msgspec.Struct, forbid_unknown_fields=True):
     links: tuple[_LinkEntry, ...]
 
 
-@functools.cache
-def hardware_catalog() -> HardwareCatalog:
-    """Load the catalogue."""
+def read_catalog_file(path: Path, kind: type[CatalogKind]) -> CatalogKind:
+    """Read a catalogue of this package.
+
+    Args:
+        path: A YAML file.
+        kind: The struct of its content.
+    """
     import yaml  # start-up time: most commands need no catalogue
 
     # libyaml is ten times as fast, where PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    file = msgspec.convert(yaml.load(PATH.read_text(encoding="utf-8"), loader), _CatalogFile)
+    return msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), loader), kind)
+
+
+@functools.cache
+def hardware_catalog() -> HardwareCatalog:
+    """Load the catalogue."""
+    file = read_catalog_file(PATH, _CatalogFile)
 
     def figure(value: float, source: str) -> Figure:
         return Figure(value=value, source=source, verified=file.sources[source].verified)
@@ -180,9 +191,6 @@ def gpu_hint(kind: str) -> str:
 
     Args:
         kind: The unknown name.
-
-    Returns:
-        The hint.
     """
     names = {"".join(_words(name)): gpu.name for gpu in hardware_catalog().gpus for name in (gpu.name, *gpu.names)}
     found = difflib.get_close_matches("".join(_words(kind)), list(names), n=3, cutoff=0.6)

@@ -24,9 +24,6 @@ def check_hardware(group: NodeGroup) -> tuple[HardwareCheck, ...]:
 
     Args:
         group: Hosts of one kind.
-
-    Returns:
-        The results.
     """
     return (*_check_gpu_slots(group), *_check_nic_slots(group), *_check_gpudirect(group))
 

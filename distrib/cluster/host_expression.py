@@ -45,17 +45,16 @@ def parse_host_list(text: str, source: str = "-H") -> HostList:
     place = SourcePlace(source, column=1)
     if not text.strip():
         raise place.error("no hosts", "write -H HOST:SLOTS,HOST:SLOTS or name a hostfile")
-    hosts = merge_mentions(list_mentions(text, place, notes), notes)
+    hosts = merge_mentions(list_mentions(text, place), notes)
     return HostList(hosts=hosts, source=source, dialect="inline", notes=notes.lines())
 
 
-def list_mentions(text: str, place: SourcePlace, notes: Notes) -> Iterator[tuple[Host, SourcePlace]]:
+def list_mentions(text: str, place: SourcePlace) -> Iterator[tuple[Host, SourcePlace]]:
     """Expand a list to host names.
 
     Args:
         text: The list.
         place: Its position.
-        notes: Receives notes on ambiguous expressions.
 
     Yields:
         Every host as often as it is named, with its position.
@@ -64,7 +63,7 @@ def list_mentions(text: str, place: SourcePlace, notes: Notes) -> Iterator[tuple
         HostfileError: The list is invalid.
     """
     for item, at in split_list(text, place):
-        expression = parse_expression(item, at, notes)
+        expression = parse_expression(item, at)
         for name in expression.names:
             yield Host(name=name, slots=expression.slots, user=expression.user), at
 
@@ -94,16 +93,12 @@ def split_list(text: str, place: SourcePlace) -> Iterator[tuple[str, SourcePlace
         start = match.end() + 1
 
 
-def parse_expression(text: str, place: SourcePlace, notes: Notes) -> Expression:
+def parse_expression(text: str, place: SourcePlace) -> Expression:
     """Parse one item of a list: `[user@]host[:slots]`, where host may be an address or contain ranges.
 
     Args:
         text: The item, not empty.
         place: Its position.
-        notes: Receives notes on ambiguous counts.
-
-    Returns:
-        The expression.
 
     Raises:
         HostfileError: The item is invalid.
@@ -123,12 +118,6 @@ def parse_expression(text: str, place: SourcePlace, notes: Notes) -> Expression:
         check_user(user, place)
     name, count, at_count = _split_count(host, at_host)
     slots = None if count is None else parse_number(count, at_count, "slots", MAX_SLOTS)
-    if slots is not None and (slots in (22, 2222) or slots > 1024):
-        notes.add(
-            "port",
-            f"{place}: {shown(host)} has {slots} slots; for ssh port {slots}, "
-            f"write `port={slots}` after the host in a hostfile",
-        )
     return Expression(_names(name, at_host), user or None, slots, "[" in name)
 
 
@@ -283,9 +272,6 @@ def parse_number(text: str, place: SourcePlace, what: str, most: int) -> int:
         place: Their position.
         what: The quantity, for errors.
         most: The largest allowed value. The smallest is 1.
-
-    Returns:
-        The number.
 
     Raises:
         HostfileError: The text is not a number in this range.

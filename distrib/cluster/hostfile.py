@@ -127,9 +127,10 @@ def parse_hostfile(text: str, source: str) -> HostList:
             hosts = merge_mentions(dialect.parse(text, source, notes), notes)
             break
     else:
-        seen = _SeenDialects()
-        hosts = merge_mentions(_line_mentions(text, source, notes, seen), notes)
-        names = sorted(seen.certain) or [seen.possible]
+        certain: set[str] = set()
+        possible: list[str] = []
+        hosts = merge_mentions(_line_mentions(text, source, notes, certain, possible), notes)
+        names = sorted(certain) or possible[:1] or ["plain"]
     if not hosts:
         raise SourcePlace(source).error("no hosts in the file", "write one host a line, such as: node1 slots=8")
     return HostList(hosts=hosts, source=source, dialect=names[0] if len(names) == 1 else "mixed", notes=notes.lines())
@@ -161,28 +162,13 @@ def _format_host(host: Host) -> str:
     return " ".join(words)
 
 
-class _SeenDialects:
-    """The dialects of a file: certain ones, else the first possible one."""
-
-    def __init__(self) -> None:
-        self.certain: set[str] = set()
-        self.possible = "plain"
-
-    def add(self, line: HostfileLine) -> None:
-        self.certain |= {dialect.name for dialect in DIALECTS if dialect.is_certain(line)}
-        self.suppose(*(dialect.name for dialect in DIALECTS if dialect.is_possible(line)))
-
-    def suppose(self, *names: str) -> None:
-        if self.possible == "plain" and names:
-            self.possible = names[0]
-
-
-def _line_mentions(text: str, source: str, notes: Notes, seen: _SeenDialects) -> Mentions:
-    """Yield every host of a file in the line grammar, as often as it is named."""
+def _line_mentions(text: str, source: str, notes: Notes, certain: set[str], possible: list[str]) -> Mentions:
+    """Yield every host of a file in the line grammar, as often as it is named; add the dialects of its lines."""
     spellings = {spelling: name for dialect in DIALECTS for spelling, name in dialect.spellings.items()}
     named: set[str] = set()
-    for line in parse_lines(text, source, spellings, notes):
-        seen.add(line)
+    for line in parse_lines(text, source, spellings):
+        certain |= {dialect.name for dialect in DIALECTS if dialect.is_certain(line)}
+        possible += [dialect.name for dialect in DIALECTS if dialect.is_possible(line)]
         settings = _host_settings(line)
         if "binding" in line.settings:
             value = shown(line.settings["binding"][0])
@@ -191,7 +177,7 @@ def _line_mentions(text: str, source: str, notes: Notes, seen: _SeenDialects) ->
             host = _combine(settings, expression, at)
             for name in expression.names:
                 if name.lower() in named:  # one slot per line, as in Open MPI
-                    seen.suppose("openmpi")
+                    possible.append("openmpi")
                 named.add(name.lower())
                 yield msgspec.structs.replace(host, name=name), at
 

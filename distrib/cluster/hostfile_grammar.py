@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from distrib.cluster.host_expression import Expression, parse_expression, split_list
-from distrib.cluster.hosts import Notes, SourcePlace, shown
+from distrib.cluster.hosts import SourcePlace, shown
 
 # `//` begins a comment, except inside a path, which ends at a blank only.
 _TOKEN = re.compile(
@@ -45,14 +46,13 @@ class HostfileLine(NamedTuple):
     """True if a comment in C style stands on or before the line."""
 
 
-def parse_lines(text: str, source: str, spellings: Mapping[str, str], notes: Notes) -> Iterator[HostfileLine]:
+def parse_lines(text: str, source: str, spellings: Mapping[str, str]) -> Iterator[HostfileLine]:
     """Parse the lines of a hostfile that name hosts.
 
     Args:
         text: The file.
-        source: Its name in errors and notes.
+        source: Its name in errors.
         spellings: Every spelling of a setting, with `_` for `-`, and its canonical name.
-        notes: Receives notes on ambiguous expressions.
 
     Yields:
         The lines in order.
@@ -63,7 +63,7 @@ def parse_lines(text: str, source: str, spellings: Mapping[str, str], notes: Not
     for tokens, has_c_comment in _token_lines(text, source):
         head, pairs = _split_head(tokens)
         hosts = text[head[0].start : head[-1].start + len(head[-1].text)]
-        expressions = tuple((parse_expression(item, at, notes), at) for item, at in split_list(hosts, head[0].place))
+        expressions = tuple((parse_expression(item, at), at) for item, at in split_list(hosts, head[0].place))
         yield HostfileLine(head[0].place, expressions, _read_settings(pairs, spellings), has_c_comment)
 
 
@@ -128,7 +128,5 @@ def _read_settings(
 
 
 def _suggestion(key: str, spellings: Mapping[str, str]) -> str:
-    import difflib  # most hostfiles are valid, and start-up counts
-
     near = difflib.get_close_matches(key.lower().replace("-", "_")[:60], spellings, n=1)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(dict.fromkeys(spellings.values()))}"

@@ -58,9 +58,6 @@ class SourcePlace(NamedTuple):
 
         Args:
             characters: Columns.
-
-        Returns:
-            The new position.
         """
         return self._replace(column=self.column + characters)
 
@@ -108,9 +105,6 @@ def shown(text: str) -> str:
 
     Args:
         text: Any text.
-
-    Returns:
-        The quoted text.
     """
     return repr(text if len(text) <= 60 else text[:57] + "...")
 

@@ -292,8 +292,5 @@ def own_inventory(query: InventoryQuery) -> Inventory:
 
     Args:
         query: Paths of the job.
-
-    Returns:
-        The inventory.
     """
     return msgspec.convert(inventory_agent.collect_inventory(msgspec.to_builtins(query)), Inventory, strict=False)

@@ -68,9 +68,6 @@ class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             lanes: The new number of lanes or links.
-
-        Returns:
-            The new link.
         """
         return msgspec.structs.replace(
             self,
@@ -85,9 +82,6 @@ def parse_network_kind(text: str) -> LinkKind:
 
     Args:
         text: The kind.
-
-    Returns:
-        The kind.
 
     Raises:
         ValueError: The text is not a kind of network.
@@ -106,9 +100,6 @@ def parse_bus_link(text: str) -> LinkSpec:
 
     Args:
         text: The link.
-
-    Returns:
-        The specification.
 
     Raises:
         ValueError: The text is not such a link.
@@ -141,9 +132,6 @@ def parse_network_link(text: str, kind: LinkKind | None = None) -> LinkSpec:
     Args:
         text: The port.
         kind: Required if the text is a bare rate.
-
-    Returns:
-        The specification.
 
     Raises:
         ValueError: The text is not a port, its rate is 0, or contradicts the kind.

@@ -50,9 +50,6 @@ def encode_measured(measured: Measurements, newline: str = "\n") -> str:
     Args:
         measured: The measurements.
         newline: The line end of the file.
-
-    Returns:
-        The section.
     """
     lines = [MARK]
     built = msgspec.to_builtins(measured)

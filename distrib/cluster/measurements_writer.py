@@ -87,16 +87,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         TopologyError: The file or its folder cannot be written.
     """
     target, source = Path(os.path.realpath(path)), os.fspath(path)
-    why = ""
-    if files.is_dir(target):
-        why = "this is a directory"
-    elif files.exists(target) and not files.is_file(target):
+    why = files.write_problem(target)
+    if not why and files.exists(target) and not files.is_file(target):
         why = "this is not a regular file"
-    elif not files.is_dir(target.parent):
-        why = f"there is no folder {target.parent}"
-    elif not (
-        os.access(target if files.exists(target) else target.parent, os.W_OK) and os.access(target.parent, os.W_OK)
-    ):
+    if not why and not os.access(target.parent, os.W_OK):  # the file is replaced
         why = files.refusal_reason(target.parent)
     if why:
         raise TopologyError(why, source=source, hint="name another file with -o")

@@ -13,7 +13,7 @@ import msgspec
 from distrib import units
 from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu
 from distrib.cluster.host_expression import parse_expression, split_list
-from distrib.cluster.hosts import MAX_HOSTS, Notes, SourcePlace
+from distrib.cluster.hosts import MAX_HOSTS, SourcePlace
 from distrib.cluster.link_spec import LinkSpec, parse_bus_link, parse_network_kind, parse_network_link
 from distrib.errors import FieldError, HostfileError
 
@@ -96,9 +96,6 @@ class IntraNodeLinks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             first: Index of a GPU.
             second: Index of another GPU.
             count: GPUs of the host.
-
-        Returns:
-            The number of links.
         """
         link = self.nvlink_spec
         if link is None or first == second:
@@ -291,16 +288,13 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     Args:
         text: Host expressions without user and slots.
 
-    Returns:
-        The names in order.
-
     Raises:
         ValueError: A name is invalid or repeated.
     """
     found: dict[str, str] = {}
     try:
         for item, place in split_list(text, SourcePlace("")):
-            expression = parse_expression(item, place, Notes())
+            expression = parse_expression(item, place)
             if expression.user is not None or expression.slots is not None:
                 raise ValueError(f"{item[:60]!r} has a user or slots; they belong into the hostfile, not here")
             for name in expression.names:
@@ -320,9 +314,6 @@ def name_hosts(names: Iterable[str]) -> str:
 
     Args:
         names: Host names.
-
-    Returns:
-        The text.
     """
     names = list(dict.fromkeys(names))
     return ", ".join(names) if len(names) <= 3 else shown_hosts(names, most=3)
@@ -337,7 +328,7 @@ def fold_hosts(names: Sequence[str]) -> str:
     Returns:
         The folded text; names with commas if they cannot be folded.
     """
-    from ClusterShell.NodeSet import NodeSet, NodeSetException
+    from ClusterShell.NodeSet import NodeSet, NodeSetException  # slow to import, and many commands fold no hosts
 
     if len(names) > 1:
         with contextlib.suppress(NodeSetException, ValueError):
@@ -353,9 +344,6 @@ def shown_hosts(names: Sequence[str], most: int = 8) -> str:
     Args:
         names: Host names.
         most: Names in a shortened result.
-
-    Returns:
-        The text.
     """
     folded = fold_hosts(names)
     if len(folded) <= 100 or len(names) <= most:
@@ -368,9 +356,6 @@ def indices(value: Indices) -> tuple[int, ...]:
 
     Args:
         value: The field of a topology file.
-
-    Returns:
-        The numbers in order.
 
     Raises:
         ValueError: The text is invalid, or a number is repeated.

@@ -95,7 +95,7 @@ def _named(environ: Mapping[str, str], notes: Notes) -> tuple[Host, ...]:
     variable = next((name for name in NODES if environ.get(name, "").strip()), None)
     if variable is None:
         return ()
-    return merge_mentions(list_mentions(environ[variable], SourcePlace(variable, column=1), notes), notes)
+    return merge_mentions(list_mentions(environ[variable], SourcePlace(variable, column=1)), notes)
 
 
 def _tasks(environ: Mapping[str, str], hosts: int, notes: Notes) -> list[int] | None:

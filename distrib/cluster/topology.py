@@ -29,22 +29,9 @@ from distrib.cluster.hosts import HostList
 from distrib.cluster.link_spec import parse_uplink_rate
 from distrib.cluster.measurements import Measurements, Point
 from distrib.cluster.measurements_io import decode_measured, split_measured
-from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup, Numa, expand_hosts, name_hosts, validate_field
+from distrib.cluster.node import Gpus, Nic, NodeGroup, expand_hosts, name_hosts, validate_field
 from distrib.cluster.yaml_loader import Document, convert_document, parse_yaml, read_topology_text
 from distrib.errors import FieldError, TopologyError
-
-__all__ = [
-    "Gpus",
-    "IntraNodeLinks",
-    "Nic",
-    "NodeGroup",
-    "Numa",
-    "Switch",
-    "Topology",
-    "check_hosts",
-    "parse_topology",
-    "read_topology",
-]
 
 T = TypeVar("T")
 
@@ -191,9 +178,6 @@ class Topology(TopologyFile, frozen=True, kw_only=True, dict=True):
         Args:
             key: Identifies the value.
             make: Computes it.
-
-        Returns:
-            The value.
         """
         values: dict[Hashable, object] = self.__dict__.setdefault("_cache", {})
         if key not in values:
@@ -240,9 +224,6 @@ class Topology(TopologyFile, frozen=True, kw_only=True, dict=True):
 
         Args:
             host: The host.
-
-        Returns:
-            The switches.
         """
         return tuple(self._above(f"host {host.lower()}"))
 
@@ -252,9 +233,6 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
 
     Args:
         path: The file.
-
-    Returns:
-        The topology.
 
     Raises:
         TopologyError: The file is invalid; with line and path.
@@ -268,9 +246,6 @@ def parse_topology(text: str, source: str) -> Topology:
     Args:
         text: The file.
         source: Its name in errors.
-
-    Returns:
-        The topology.
 
     Raises:
         TopologyError: The text is invalid; with line and path.

@@ -37,9 +37,6 @@ def uplinks_between(topology: Topology, source: str, target: str) -> tuple[Switc
         topology: The cluster.
         source: A host.
         target: Another host.
-
-    Returns:
-        The switches in order.
     """
     above = [{switch.name for switch in topology.switches_above(host)} for host in (source, target)]
     return tuple(

@@ -101,9 +101,6 @@ def read_topology_text(path: str | Path) -> str:
     Args:
         path: The file.
 
-    Returns:
-        The text.
-
     Raises:
         TopologyError: The file cannot be read.
     """
@@ -119,9 +116,6 @@ def parse_yaml(text: str, source: str) -> Document:
     Args:
         text: The document.
         source: The name of the file in errors.
-
-    Returns:
-        The document.
 
     Raises:
         TopologyError: The text is not valid YAML, or has a key twice.
@@ -151,9 +145,6 @@ def convert_document(document: Document, kind: type[T]) -> T:
     Args:
         document: The document.
         kind: A msgspec struct.
-
-    Returns:
-        The struct.
 
     Raises:
         TopologyError: A field is unknown, missing or of the wrong type.

@@ -33,9 +33,6 @@ def read_text(path: str | os.PathLike[str], kind: str, hint: str, max_bytes: int
         hint: The advice if the file does not exist.
         max_bytes: The largest accepted size.
 
-    Returns:
-        The text.
-
     Raises:
         UnreadableFileError: The file is missing, too large, or not UTF-8 text.
     """
@@ -70,40 +67,8 @@ def read_text(path: str | os.PathLike[str], kind: str, hint: str, max_bytes: int
         raise UnreadableFileError(what, f"name a {kind}, and save it as UTF-8", line) from None
 
 
-def exists(path: str | os.PathLike[str]) -> bool:
-    """Test for a visible file or folder.
-
-    Args:
-        path: Any text, also one that is too long for a path.
-
-    Returns:
-        True if the path exists and its folder may be searched.
-    """
-    return os.path.exists(path)
-
-
-def is_file(path: str | os.PathLike[str]) -> bool:
-    """Test for a regular file.
-
-    Args:
-        path: Any text.
-
-    Returns:
-        True for a file, also for one that may not be read.
-    """
-    return os.path.isfile(path)
-
-
-def is_dir(path: str | os.PathLike[str]) -> bool:
-    """Test for a folder.
-
-    Args:
-        path: Any text.
-
-    Returns:
-        True for a folder.
-    """
-    return os.path.isdir(path)
+exists, is_file, is_dir = os.path.exists, os.path.isfile, os.path.isdir
+"""Tests for any text. They return False where a folder may not be searched or the text is too long for a path."""
 
 
 def write_problem(path: str | os.PathLike[str]) -> str:

@@ -48,6 +48,18 @@ def plot_style() -> Any:
     )
 
 
+def new_figure(width: float, height: float) -> Any:
+    """Create a matplotlib figure; call it in `plot_style`.
+
+    Args:
+        width: Inches.
+        height: Inches.
+    """
+    from matplotlib.figure import Figure  # matplotlib takes a second to import
+
+    return Figure(figsize=(width, height), facecolor=PAPER, layout="constrained")
+
+
 def save_figure(figure: Any, path: str) -> None:
     """Write a figure. The same figure gives the same bytes.
 

@@ -14,12 +14,12 @@ import msgspec
 
 from distrib.cluster.host_expression import parse_expression
 from distrib.cluster.hostfile import Host
-from distrib.cluster.hosts import MAX_HOSTS, Notes, SourcePlace, shown
+from distrib.cluster.hosts import MAX_HOSTS, SourcePlace, shown
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distrib.cluster.topology import Gpus
+    from distrib.cluster.node import Gpus
 
 SYNTAX_HINT = "write hosts between @ and indices after a colon, such as host:0,2@host2@node[3-8]:1"
 
@@ -85,7 +85,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
             raise place.error(
                 f"{shown(item.strip())} has a comma between hosts", "separate hosts by @: n1@n2, or n[1-2]"
             )
-        for name in parse_expression(names, place, Notes()).names:
+        for name in parse_expression(names, place).names:
             key = name.lower()
             if key not in chosen:
                 chosen[key] = indices

@@ -20,14 +20,13 @@ from distrib.bandwidth_model.recommendations import (
     include_option,
     is_equivalent,
     recommend,
-    strategy_options,
 )
 from distrib.bandwidth_model.scaling import fewer_cpus_notes, predict_limit, predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
-from distrib.strategy import FORMATS, Strategy
+from distrib.strategy import FORMATS, Strategy, strategy_options
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import ForecastRecord
 

@@ -107,9 +107,6 @@ def port_number(listener: socket.socket) -> int:
 
     Args:
         listener: The listener.
-
-    Returns:
-        The port.
     """
     return int(listener.getsockname()[1])
 

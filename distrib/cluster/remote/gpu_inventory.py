@@ -81,7 +81,7 @@ def read_gpus() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str | None]
 
 def _query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
     """Query NVML for the GPUs, and for the memory in use by process id and GPU index."""
-    import pynvml
+    import pynvml  # optional
 
     pynvml.nvmlInit()
     gpus: list[dict[str, Any]] = []

@@ -15,9 +15,6 @@ def read_proc_text(path: str, limit: int = 1 << 16) -> str:
     Args:
         path: The file.
         limit: The most bytes to read.
-
-    Returns:
-        The text.
     """
     try:
         with open(path, "rb") as file:

@@ -157,12 +157,12 @@ class JobOutcome:
 
     def _unused_options(self) -> str:
         plan = self._job.plan
-        options = strategy.non_default_options(plan.strategy)
+        options = strategy.strategy_options(plan.strategy)
         if (
             not options or plan.mode == "async" or any(state.prepared for state in self._job.ranks)
         ):  # the parameter servers report unused options
             return ""
         return (
-            f"{', '.join(options)} changed nothing: the script has given no model that learns to job.prepare "
+            f"{' '.join(options)} changed nothing: the script has given no model that learns to job.prepare "
             "(README.md, In a script)"
         )
