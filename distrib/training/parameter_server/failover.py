@@ -55,16 +55,13 @@ class RebuildTimer:
         self._since = 0.0
 
     def on_request(self, worker: int, epoch: int, silent: Set[int], now: float) -> float:
-        """Record a request.
+        """Record a request, and return the seconds of continuous requests.
 
         Args:
             worker: Rank of the worker.
             epoch: The epoch that it knows.
             silent: Numbers of the servers that have not answered it since it lost the primary.
             now: Seconds of the monotonic clock.
-
-        Returns:
-            Seconds of continuous requests.
         """
         self._requests = {w: r for w, r in self._requests.items() if now - r[0] <= self._repeat_seconds}
         if not self._requests:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
+from distrib.environment import DISTRIB_SERVER
 from distrib.training.parameter_server.failover import FailoverTimeouts
 from distrib.training.parameter_server.transport import Connection, Frame, FrameKind, encode
+from distrib.utils.log import PLAIN, get_logger
+
+log = get_logger("parameter_server")
+
+
+def report(text: str) -> None:
+    """Print a line to the output of the job.
+
+    Args:
+        text: The line, without the name of the server.
+    """
+    log.info(f"parameter server {os.environ.get(DISTRIB_SERVER, '?')}: {text}", extra=PLAIN)
 
 
 class Membership:
@@ -36,8 +50,6 @@ class Membership:
         """Workers that came to a collective since they last trained or were lost, members or not."""
         self.dead: set[int] = set()
         """Connected workers that the launcher has reported dead: their connections will break."""
-        self.notes: list[str] = []
-        """Lines to print."""
         self._incarnations: dict[int, str] = {}
         self._main_is_lost = False
         first_deadline = time.monotonic() + timeouts.first_connect_seconds - timeouts.reconnect_seconds
@@ -108,13 +120,10 @@ class Membership:
         self._disconnected = dict.fromkeys(self.members, time.monotonic())
 
     def overdue(self, now: float) -> list[int]:
-        """List the workers that were disconnected for too long.
+        """Return the workers that were disconnected for too long.
 
         Args:
             now: Seconds of the monotonic clock.
-
-        Returns:
-            Ranks of the workers.
         """
         return [worker for worker, since in self._disconnected.items() if now - since > self._reconnect_seconds]
 
@@ -143,7 +152,7 @@ class Membership:
             return
         self._main_is_lost = False
         self.set_main(self.main[0] + 1, min(candidates & self.members or candidates))
-        self.notes.append(f"worker rank {self.main[1]} is now the main rank, which prints and saves")
+        self.note(f"worker rank {self.main[1]} is now the main rank, which prints and saves")
 
     def replace_main_if_left(self) -> None:
         """Choose another main worker if main has left while a worker waits for its result."""
@@ -161,6 +170,15 @@ class Membership:
         self.main = number, main
         for worker in self.connections:
             self.send(worker, Frame(FrameKind.MAIN, step=main, version=number))
+
+    def note(self, text: str) -> None:
+        """Print a line, once for all shards.
+
+        Args:
+            text: The line.
+        """
+        if not self.shard:
+            report(text)
 
     def send(self, worker: int, frame: Frame, payload: Any = b"", *, priority: int = -1) -> None:
         """Send a frame to a worker if it is connected.

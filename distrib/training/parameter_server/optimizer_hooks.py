@@ -31,7 +31,7 @@ class OptimizerHooks:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(lambda _, state: self._add_state(state)),
-            optimizer.register_load_state_dict_post_hook(lambda _: give_optimizer_state(table, is_main=is_main())),
+            optimizer.register_load_state_dict_post_hook(lambda _: table.give_optimizer_state(is_main=is_main())),
         ]
 
     def remove(self) -> None:
@@ -60,19 +60,6 @@ class OptimizerHooks:
         order = [p for group in self._table.optimizer.param_groups for p in group["params"]]
         found = self._table.optimizer_state()
         return {**state, "state": {number: found[p] for number, p in enumerate(order) if found.get(p)}}
-
-
-def give_optimizer_state(table: WorkerTable, *, is_main: bool) -> None:
-    """Move the state of a script's optimizer to the servers.
-
-    Args:
-        table: The table of the optimizer.
-        is_main: True on the main rank, whose state counts.
-    """
-    table.check_optimizer_state(table.optimizer.state)  # on every rank, so that all ranks fail together
-    if is_main:
-        table.give_optimizer_state(table.optimizer.state)
-    table.optimizer.state.clear()
 
 
 def _call_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -76,7 +76,7 @@ class ReplicationTarget:
         if table.controller.follow(frame.chunk, updates, frame.version, frame.step) and len(payload):
             target = table.optimizers[frame.chunk].value
             gradient = torch.frombuffer(payload, dtype=target.dtype).view(target.shape)
-            table.apply(frame.chunk, gradient, about["options"])
+            table.optimizers[frame.chunk].apply(gradient, about["options"])
 
 
 class ReplicaLink:
@@ -131,13 +131,10 @@ class ReplicaLink:
             )
 
     def on_server_died(self, number: int) -> bool:
-        """Continue without the replica if it was on a server that has died.
+        """Continue without the replica, and return True, if it was on a server that has died.
 
         Args:
             number: Number of the server that the launcher has reported dead.
-
-        Returns:
-            True if the replica was there.
         """
         if number != self._replica or not self.service.is_primary:
             return False

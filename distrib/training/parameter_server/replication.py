@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 
 from distrib.training.parameter_server.membership import Membership
 from distrib.training.parameter_server.server_collectives import StoredResults
@@ -133,24 +132,24 @@ class ReplicationSource:
         entry: ApplyUpdate,
         gradient: Any,
         options: dict[str, Any],
-        memory: torch.Tensor | None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send an update, and release its memory when it is sent.
+        """Send an update.
 
         Args:
             table: The table.
             entry: The update.
             gradient: Bytes of the gradient that was applied; empty if none was.
             options: Optimizer settings that it was applied with.
-            memory: Memory of the gradient to give back; None if there is none.
+            release: Called when the gradient is not needed any more.
         """
         if self.replica is None:
-            table.give_back(memory)
+            release()
             return
         about = {"updates": [[update.worker, update.step] for update in entry.updates], "options": options}
         frame = Frame(FrameKind.LOG, FrameFlag.MORE, table.number, entry.chunk, entry.entry, entry.version)
         self.replica.send(frame, encode(about))
-        self.replica.send(frame._replace(flags=0), gradient, on_sent=lambda: table.give_back(memory))
+        self.replica.send(frame._replace(flags=0), gradient, on_sent=release)
 
     def on_acknowledged(self, frame: Frame) -> None:
         """Send the replies that waited for an acknowledgement of the replica.

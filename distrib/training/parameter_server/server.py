@@ -28,6 +28,7 @@ from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, strategy_from_environment
 from distrib.training.parameter_server.event_loop import EventLoop
 from distrib.training.parameter_server.failover import DEFAULT_TIMEOUTS, FailoverTimeouts, RebuildTimer
+from distrib.training.parameter_server.membership import report
 from distrib.training.parameter_server.replica_link import ReplicaLink, ReplicationTarget
 from distrib.training.parameter_server.server_table import BufferPool, as_memoryview
 from distrib.training.parameter_server.shard_service import ShardService
@@ -332,21 +333,7 @@ class ParameterServer:
                     self.snapshots.write(service, now)
         for link in list(self._links.values()):
             link.tick(now)
-        for service in self.services.values():
-            if service.shard == 0:  # the others' are the same
-                for note in service.membership.notes:
-                    report(note)
-            service.membership.notes.clear()
         self.loop.call_later(self._timeouts.tick_seconds, self._tick)
-
-
-def report(text: str) -> None:
-    """Print a line to the output of the job.
-
-    Args:
-        text: The line, without the name of the server.
-    """
-    log.info(f"parameter server {os.environ.get(DISTRIB_SERVER, '?')}: {text}", extra=PLAIN)
 
 
 def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], bytes]:
@@ -374,11 +361,7 @@ def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, i
 
 
 def main() -> int:
-    """Run the server that the environment describes until SIGTERM.
-
-    Returns:
-        The exit code.
-    """
+    """Run the server that the environment describes until SIGTERM, and return the exit code."""
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     try:
         addresses, key = read_server_addresses(os.environ)

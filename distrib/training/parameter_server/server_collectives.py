@@ -55,7 +55,7 @@ class AllGatherRounds:
         """
         self._requests.pop(worker, None)
 
-    def complete(self) -> dict[int, dict[int, Any]]:
+    def _complete(self) -> dict[int, dict[int, Any]]:
         """Return all stored results: contributions by round and worker."""
         for number in sorted(self._contributions):
             expected = {worker for worker in self._expected() if self._reached.get(worker, 0) <= number}
@@ -68,7 +68,7 @@ class AllGatherRounds:
 
         A payload is the length of an index (4 bytes), the index as JSON (rank and size of each contribution) and the data.
         """
-        results = self.complete()
+        results = self._complete()
         payloads: dict[int, bytes] = {}  # built once per round, as it is the same for many workers
         found = []
         for worker, (number, request) in list(self._requests.items()):
@@ -104,15 +104,12 @@ class StoredResults:
         return bool(self._fetches)
 
     def store(self, source: int | None, frame: Frame, piece: Any) -> bool:
-        """Store a piece of a result.
+        """Store a piece of a result. Returns True if the result is complete with it.
 
         Args:
             source: Rank of the worker that sends it; None for the primary server.
             frame: Its header: `version` is the number of the result, `chunk` that of the piece, `weight` the number of pieces.
             piece: The bytes.
-
-        Returns:
-            True if the result is complete with this piece.
         """
         partial = self._partial.setdefault((source, frame.version), {})
         partial[frame.chunk] = piece

@@ -309,18 +309,12 @@ class ServerConnections:
     # -- for the training thread ---------------------------------------------------------------------------------------
 
     def request(self, shard: int, frame: Frame, payload: Any = b"") -> Future[tuple[Frame, Any]]:
-        """Send a request to a shard's primary. It is repeated until it is answered.
+        """Send a request to a shard's primary, and return the future reply. It is repeated until it is answered.
 
         Args:
             shard: Number of the shard.
             frame: The header; its step is filled in.
             payload: Bytes or a buffer.
-
-        Returns:
-            The future reply.
-
-        Raises:
-            TrainingError: The payload is too large for a frame.
         """
         check_payload_size(len(payload))
         self._request_count += 1
@@ -330,29 +324,20 @@ class ServerConnections:
         return future
 
     def request_all(self, frame: Frame, payload: Any = b"") -> list[tuple[Frame, Any]]:
-        """Send a request to the primary of every shard, and wait for all replies.
+        """Send a request to the primary of every shard, wait for all replies, and return them by shard.
 
         Args:
             frame: The header; its step is filled in.
             payload: Bytes or a buffer.
-
-        Returns:
-            The replies by shard.
-
-        Raises:
-            TrainingError: There will be no reply.
         """
         futures = [self.request(shard, frame, payload) for shard in range(len(self.addresses))]
         return [self.result(future) for future in futures]
 
     def result(self, future: Future[T]) -> T:
-        """Wait for a reply.
+        """Wait for a reply and return it.
 
         Args:
             future: A result of `request`.
-
-        Returns:
-            The reply.
 
         Raises:
             TrainingError: There will be no reply.

@@ -45,13 +45,10 @@ class TableDescription(msgspec.Struct, frozen=True):
         return partition(self.parameters, self.servers, whole=self.optimizer.whole, shared=self.shared)
 
     def difference(self, other: TableDescription) -> str:
-        """Describe how another description differs. Settings may differ: learning rates do.
+        """Describe how another description differs; empty if it does not. Settings may differ: learning rates do.
 
         Args:
             other: The description of another rank.
-
-        Returns:
-            Text; empty if both are equal.
         """
         if self.optimizer != other.optimizer:
             return f"its optimizer is {other.optimizer.name}, expected {self.optimizer.name}"
@@ -111,15 +108,14 @@ class BufferPool:
         free = self._free.get(size)
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu")
 
-    def give_back(self, memory: torch.Tensor) -> None:
+    def give_back(self, memory: torch.Tensor | None) -> None:
         """Return a buffer that is not used any more. Memory that a worker shares is left alone.
 
         Args:
-            memory: The buffer.
+            memory: The buffer; None if there is none.
         """
-        if is_borrowed(memory):
-            return
-        self._free.setdefault(memory.numel(), []).append(memory)
+        if memory is not None and not is_borrowed(memory):
+            self._free.setdefault(memory.numel(), []).append(memory)
 
     def clear(self) -> None:
         """Drop all free buffers, as their sizes may not be needed again."""
@@ -170,12 +166,8 @@ class ServerTable:
         """True if every chunk has its first value."""
         return len(self.optimizers) == len(self.chunks)
 
-    def dtype(self, chunk: int) -> torch.dtype:
-        """Return the dtype in which a chunk is sent.
-
-        Args:
-            chunk: Number of the chunk.
-        """
+    def _dtype(self, chunk: int) -> torch.dtype:
+        """Return the dtype in which a chunk is sent."""
         return transfer_dtype(self.description.transfer_format, self.chunks[chunk].kind)
 
     def transfer_bytes(self, chunk: int) -> int:
@@ -184,7 +176,7 @@ class ServerTable:
         Args:
             chunk: Number of the chunk.
         """
-        return self.chunks[chunk].elements * self.dtype(chunk).itemsize
+        return self.chunks[chunk].elements * self._dtype(chunk).itemsize
 
     def memory_bytes(self) -> int:
         """Return the memory that this server needs: values, data in flight, optimizer state and a gradient per pusher."""
@@ -261,7 +253,7 @@ class ServerTable:
             The gradient, the settings, and the memory to give back after the update; None if there is none.
         """
         at, shape = self.chunks[chunk], self.optimizers[chunk].value.shape
-        dtype, target = self.dtype(chunk), getattr(torch, at.kind)
+        dtype, target = self._dtype(chunk), getattr(torch, at.kind)
         first = updates[0]
         result = first.gradient.view(dtype)
         memory = None if is_borrowed(first.gradient) else first.gradient
@@ -303,25 +295,6 @@ class ServerTable:
     def _mean_staleness(self) -> float:
         return sum(n * count for n, count in self.staleness.items()) / max(1, self.staleness.total())
 
-    def apply(self, chunk: int, gradient: torch.Tensor, options: dict[str, Any]) -> None:
-        """Take one step of a chunk's optimizer.
-
-        Args:
-            chunk: Number of the chunk.
-            gradient: The gradient.
-            options: Optimizer settings of this step.
-        """
-        self.optimizers[chunk].apply(gradient, options)
-
-    def give_back(self, memory: torch.Tensor | None) -> None:
-        """Return the memory of an effective gradient.
-
-        Args:
-            memory: The memory; None if there is none.
-        """
-        if memory is not None:
-            self._pool.give_back(memory)
-
     # -- values for workers -------------------------------------------------------------------------------------------
 
     def publish(self, chunk: int, worker: int) -> tuple[memoryview, Any]:
@@ -339,7 +312,7 @@ class ServerTable:
         if published is None or published.version != version:
             self._drop_cached(chunk)
             memory = self._pool.take(self.transfer_bytes(chunk))
-            memory.view(self.dtype(chunk)).copy_(self.value(chunk))
+            memory.view(self._dtype(chunk)).copy_(self.value(chunk))
             published = self._published[chunk] = _Published(version, memory)
         published.users += 1
         self._record_sent(chunk, worker)
@@ -359,7 +332,7 @@ class ServerTable:
             worker: The worker or push id, for delay compensation.
             memory: The memory.
         """
-        memory.view(self.dtype(chunk)).copy_(self.value(chunk))
+        memory.view(self._dtype(chunk)).copy_(self.value(chunk))
         self._record_sent(chunk, worker)
 
     def _record_sent(self, chunk: int, worker: int) -> None:

@@ -84,7 +84,7 @@ class ShardService:
         """
         for worker in self.membership.overdue(now):
             self._remove(worker, lost=True)
-            self.membership.notes.append(f"worker rank {worker} is lost; the other workers continue without it")
+            self.membership.note(f"worker rank {worker} is lost; the other workers continue without it")
 
     # -- workers that connect and leave --------------------------------------------------------------------------------
 

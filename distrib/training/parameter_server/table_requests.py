@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,13 +117,14 @@ class TableRequests:
             if isinstance(effect, ApplyUpdate) and not any(update.weight for update in effect.updates):
                 for update in effect.updates:  # all workers have left out this step: it counts, and changes nothing
                     self._pool.give_back(update.gradient)
-                self._replication.log(table, effect, b"", {}, None)
+                self._replication.log(table, effect, b"", {})
             elif isinstance(effect, ApplyUpdate):
                 push_id = effect.updates[0].worker
                 options = table.options.get(self._pushers.get(push_id, push_id))
                 gradient, options_used, memory = table.effective_update(effect.chunk, effect.updates, options)
-                table.apply(effect.chunk, gradient, options_used)
-                self._replication.log(table, effect, as_memoryview(gradient), options_used, memory)
+                table.optimizers[effect.chunk].apply(gradient, options_used)
+                release = functools.partial(self._pool.give_back, memory)
+                self._replication.log(table, effect, as_memoryview(gradient), options_used, release)
             elif isinstance(effect, PushReply):
                 worker = self._pushers.get(effect.worker, effect.worker)
                 if connection := self._membership.connections.get(worker):

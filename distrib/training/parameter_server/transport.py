@@ -97,20 +97,15 @@ class Frame(NamedTuple):
     length: int = 0
 
 
-class Outgoing:
-    """A queued frame. Until its first byte is sent it may be changed or cancelled.
+class Outgoing(msgspec.Struct):
+    """A queued frame. Until its first byte is sent it may be changed or cancelled."""
 
-    Args:
-        frame: The header.
-        payload: A buffer, sent from where it lies.
-        on_sent: Called when the frame was sent or cancelled.
-    """
-
-    __slots__ = ("cancelled", "frame", "on_sent", "payload")
-
-    def __init__(self, frame: Frame, payload: Any, on_sent: Callable[[], None] | None) -> None:
-        self.frame, self.payload, self.on_sent = frame, payload, on_sent
-        self.cancelled = False
+    frame: Frame
+    payload: Any
+    """A buffer, sent from where it lies."""
+    on_sent: Callable[[], None] | None
+    """Called when the frame was sent or cancelled."""
+    cancelled: bool = False
 
 
 def check_payload_size(
@@ -202,12 +197,6 @@ class Connection:
             payload: Bytes or a buffer, which must not change until it is sent.
             priority: Frames of lower priority numbers go first, frames of the same in their order.
             on_sent: Called when the frame was sent or cancelled.
-
-        Returns:
-            The queued frame.
-
-        Raises:
-            TrainingError: The payload is too large for a frame.
         """
         outgoing = Outgoing(frame, memoryview(payload), on_sent)
         check_payload_size(len(outgoing.payload))
@@ -321,13 +310,10 @@ class Connection:
 
 
 def start_connecting(address: tuple[str, int]) -> socket.socket:
-    """Open a non-blocking TCP connection, without waiting for it.
+    """Return a non-blocking TCP socket that is connecting.
 
     Args:
         address: Host and port, IPv4 or IPv6.
-
-    Returns:
-        A socket that is connecting.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     sock.setblocking(False)
@@ -350,13 +336,10 @@ def _set_tcp_options(sock: socket.socket, silence_seconds: int = 5) -> None:
 
 
 def encode(value: Any) -> bytes:
-    """Encode a small value as a payload.
+    """Encode a small value as a JSON payload.
 
     Args:
         value: Plain values that JSON can express.
-
-    Returns:
-        JSON.
     """
     return msgspec.json.encode(value)
 
@@ -366,9 +349,6 @@ def decode(payload: Any) -> Any:
 
     Args:
         payload: Bytes or a buffer.
-
-    Returns:
-        The value.
 
     Raises:
         ProtocolError: The payload is not JSON.

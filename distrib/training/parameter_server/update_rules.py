@@ -113,9 +113,6 @@ class UpdateController:
             gradient: Handle of the gradient.
             final: False if the gradient may still be replaced before it is committed.
             weight: Number of workers whose mean it is; 0 for an empty gradient.
-
-        Returns:
-            The effects to carry out, in order.
         """
         state = self._chunks[chunk]
         if step <= state.clock.get(worker, 0):
@@ -137,9 +134,6 @@ class UpdateController:
             worker: Rank of the worker or number of its group.
             step: The step; pushes of another step stay as they are.
             chunks: Numbers of the chunks.
-
-        Returns:
-            The effects to carry out, in order.
         """
         effects: list[Effect] = []
         for number in chunks:
@@ -156,9 +150,6 @@ class UpdateController:
         Args:
             worker: Rank of the worker or number of its group.
             keep_pending: True if pushes that are not committed may be committed later; False discards them.
-
-        Returns:
-            The effects to carry out, in order.
         """
         effects: list[Effect] = []
         for state in self._chunks.values():
@@ -176,9 +167,6 @@ class UpdateController:
         Args:
             worker: Rank of the worker or number of its group.
             step: Its next step, later than any step that it has pushed.
-
-        Returns:
-            The effects to carry out, in order.
         """
         self.members.add(worker)
         effects: list[Effect] = []
@@ -190,13 +178,10 @@ class UpdateController:
     # -- queries ----------------------------------------------------------------------------------------------------
 
     def complete_round(self, chunk: int) -> tuple[WeightedGradient, ...]:
-        """List the gradients of the next synchronous update, committed or not.
+        """Return the gradients of the next synchronous update, committed or not; empty until every member has pushed.
 
         Args:
             chunk: Number of the chunk.
-
-        Returns:
-            The gradients of the round; empty until every member has pushed.
         """
         state = self._chunks[chunk]
         floor = self._floor(state)
@@ -220,13 +205,10 @@ class UpdateController:
         return worker in self.members - final and state.clock.get(worker, 0) == self._floor(state) and bool(final)
 
     def unanswered(self, chunk: int) -> list[tuple[int, int]]:
-        """List workers and their steps of this chunk that have not been answered.
+        """Return pairs of worker and step of this chunk that have not been answered.
 
         Args:
             chunk: Number of the chunk.
-
-        Returns:
-            Pairs of worker and step.
         """
         state = self._chunks[chunk]
         waiting = {reply.worker: reply.step for _, reply in self._unacknowledged if reply.chunk == chunk}
@@ -258,13 +240,10 @@ class UpdateController:
     # -- replication --------------------------------------------------------------------------------------------------
 
     def set_replicated(self, entry: int | None) -> list[Effect]:
-        """Record the progress of the replica.
+        """Record the progress of the replica, and return the replies that may be sent now.
 
         Args:
             entry: Last entry that it has acknowledged; None without a replica.
-
-        Returns:
-            The replies that may be sent now.
         """
         self.replicated_to = entry
         effects: list[Effect] = []
@@ -273,16 +252,13 @@ class UpdateController:
         return effects
 
     def follow(self, chunk: int, updates: Iterable[tuple[int, int]], version: int, entry: int) -> bool:
-        """Record an entry of the primary's log, on a replica.
+        """Record an entry of the primary's log, on a replica. Returns True if it is new and must be applied.
 
         Args:
             chunk: Number of the chunk.
             updates: Workers and steps that it consists of.
             version: The chunk's version after it.
             entry: Its number in the log.
-
-        Returns:
-            True if the entry is new and must be applied.
         """
         if entry <= self.index:
             return False

@@ -167,26 +167,14 @@ class WorkerTable(ChunkedParameters):
     """A table on a worker. Every rank creates the same tables in the same order.
 
     Args:
-        number: Number of the table.
-        optimizer: The script's optimizer.
-        names: Names of the parameters of all models.
-        client: The client of this worker.
-        transfer_format: Format in which gradients and values are sent.
         counts_skipped_steps: True if other workers wait for this one's steps, also for those that it leaves out.
-        pushers: Number of host groups and of workers without one.
+        number, optimizer, names, client, transfer_format, pushers: As for `ChunkedParameters`.
     """
 
     def __init__(
-        self,
-        number: int,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        client: ParameterClient,
-        transfer_format: str,
-        *,
-        counts_skipped_steps: bool,
-        pushers: int,
-    ) -> None:
+        self, number: int, optimizer: Optimizer, names: Mapping[torch.Tensor, str], client: ParameterClient,
+        transfer_format: str, pushers: int, *, counts_skipped_steps: bool,
+    ) -> None:  # fmt: skip
         super().__init__(number, optimizer, names, client, transfer_format, pushers)
         self.step = 0
         self.pushes_in_backward = True
@@ -435,30 +423,25 @@ class WorkerTable(ChunkedParameters):
         contents = [self.client.result(future)[1] for future in futures]
         return state_by_parameter(self.parameters, self.chunks, contents)
 
-    def check_optimizer_state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Check the shapes of optimizer state.
+    def give_optimizer_state(self, *, is_main: bool) -> None:
+        """Move the state of the script's optimizer to the servers. A parameter without state gets zeros.
 
         Args:
-            states: State by parameter.
+            is_main: True on the main rank, whose state counts.
 
         Raises:
-            TrainingError: A tensor has another shape than its parameter.
+            TrainingError: A tensor has another shape than its parameter. Raised on every rank, so that all ranks fail together.
         """
-        check_state_shapes(self.description.optimizer, self.parameters, states, self.name_of)
-
-    def give_optimizer_state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Send optimizer state to the servers.
-
-        Args:
-            states: State by parameter; zeros for a parameter without.
-        """
+        states, spec = self.optimizer.state, self.description.optimizer
+        check_state_shapes(spec, self.parameters, states, self.name_of)
         futures = []
-        for chunk, buffer in zip(self.chunks, self.buffers, strict=True):
-            content = state_of_chunk(self.description.optimizer, self.parameters, chunk, states)
+        for chunk, buffer in zip(self.chunks, self.buffers, strict=True) if is_main else ():
+            content = state_of_chunk(spec, self.parameters, chunk, states)
             frame = Frame(FrameKind.SET_STATE, table=self.number, chunk=buffer.chunk)
             futures.append(self.client.request(buffer.shard, frame, content))
         for future in futures:
             self.client.result(future)
+        states.clear()
 
 
 def _server_dtype(name: str, parameter: torch.Tensor) -> str:

@@ -28,7 +28,7 @@ from distrib.training.parameter_server.failover import DEFAULT_TIMEOUTS, Failove
 from distrib.training.parameter_server.host_aggregation.group_formation import form_host_group
 from distrib.training.parameter_server.host_aggregation.host_group import host_identity
 from distrib.training.parameter_server.model_synchronizer import ModelSynchronizer
-from distrib.training.parameter_server.optimizer_hooks import OptimizerHooks, give_optimizer_state
+from distrib.training.parameter_server.optimizer_hooks import OptimizerHooks
 from distrib.training.parameter_server.server import read_server_addresses
 from distrib.training.parameter_server.transport import Frame, FrameKind, decode
 from distrib.training.parameter_server.worker_collectives import EVALUATION, WorkerCollectives
@@ -146,15 +146,15 @@ class ParameterServerStrategy(ElasticStrategy):
         }
         self._form_host_group()
         table = WorkerTable(
-            self._created_tables, optimizer, names, self.client, self.settings.gradients.format,
-            counts_skipped_steps=self.settings.staleness is not None, pushers=self._pushers,
+            self._created_tables, optimizer, names, self.client, self.settings.gradients.format, self._pushers,
+            counts_skipped_steps=self.settings.staleness is not None,
         )  # fmt: skip
         self._created_tables += 1
         had_state = any(parameter in table.chunks_of for parameter in optimizer.state)
         table.begin()
         self.models.add_table(table)
         if had_state:
-            give_optimizer_state(table, is_main=self.is_main)
+            table.give_optimizer_state(is_main=self.is_main)
         self.models.own_parameters(table)
         self._hooks[optimizer] = OptimizerHooks(table, self.models, self.client.is_main)
         untrained = [
@@ -208,9 +208,8 @@ class ParameterServerStrategy(ElasticStrategy):
         Args:
             optimizer: A prepared optimizer.
         """
-        for table in self.tables:
-            if table.optimizer is optimizer:
-                self.models.take_step(table, skip=True)
+        for table in self._tables_of(optimizer):
+            self.models.take_step(table, skip=True)
 
     def on_gradients_unscaled(self, optimizer: Optimizer) -> None:
         """Disable pushes during backward, because a GradScaler changes gradients afterwards.
@@ -218,9 +217,8 @@ class ParameterServerStrategy(ElasticStrategy):
         Args:
             optimizer: A prepared optimizer.
         """
-        for table in self.tables:
-            if table.optimizer is optimizer:
-                table.disable_eager_pushes()
+        for table in self._tables_of(optimizer):
+            table.disable_eager_pushes()
 
     def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
         """Switch pushes during the next backward passes.
@@ -230,9 +228,11 @@ class ParameterServerStrategy(ElasticStrategy):
             models: The models that it trains.
             on: False while gradients accumulate on this rank.
         """
-        for table in self.tables:
-            if table.optimizer is optimizer:
-                table.pushes_in_backward = on
+        for table in self._tables_of(optimizer):
+            table.pushes_in_backward = on
+
+    def _tables_of(self, optimizer: Optimizer) -> list[WorkerTable]:
+        return [table for table in self.tables if table.optimizer is optimizer]
 
     def _rejoin(self) -> None:
         self.client.must_rejoin = False
@@ -293,7 +293,7 @@ class ParameterServerStrategy(ElasticStrategy):
         for _, payload in self.client.request_all(Frame(FrameKind.STATISTICS)):
             for staleness, count in decode(payload).items():
                 counts[int(staleness)] = counts.get(int(staleness), 0) + count
-        return summarize_staleness(counts)
+        return _summarize_staleness(counts)
 
     def synchronize(self) -> None:
         self.models.mark_outdated()
@@ -317,15 +317,8 @@ class ParameterServerStrategy(ElasticStrategy):
         self.client.close()
 
 
-def summarize_staleness(counts: Mapping[int, int]) -> dict[str, float]:
-    """Summarize counted staleness.
-
-    Args:
-        counts: Number of updates by staleness.
-
-    Returns:
-        `mean`, `median`, `p95` and `max`; empty without updates.
-    """
+def _summarize_staleness(counts: Mapping[int, int]) -> dict[str, float]:
+    """Return `mean`, `median`, `p95` and `max` of counted staleness; empty without updates."""
     total = sum(counts.values())
     if not total:
         return {}

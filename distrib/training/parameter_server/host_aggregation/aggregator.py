@@ -54,7 +54,7 @@ class _ChunkRound:
 
 
 class HostAggregator:
-    """Aggregation of the pushes of one host's workers, for the chunks of one table on all servers.
+    """Aggregation of the pushes of one host's workers, for the chunks of one table. Methods return actions to carry out in order.
 
     Args:
         chunks: Numbers of the chunks.
@@ -77,9 +77,6 @@ class HostAggregator:
             gradient: Handle of the gradient.
             final: False if the gradient may still be replaced before it is committed.
             weight: 0 if the worker has no gradient in this step, else 1.
-
-        Returns:
-            The actions to carry out, in order.
         """
         state = self._rounds[chunk]
         if (worker, step) in state.uncommitted:
@@ -94,9 +91,6 @@ class HostAggregator:
             worker: Rank of the worker.
             step: The step.
             chunks: Numbers of the chunks.
-
-        Returns:
-            The actions to carry out, in order.
         """
         actions: list[LeaderAction] = []
         for chunk in chunks:
@@ -118,9 +112,6 @@ class HostAggregator:
         Args:
             worker: Rank of the worker.
             keep_pending: True if its uncommitted pushes may be committed later; False if it has died.
-
-        Returns:
-            The actions to carry out, in order.
         """
         return [
             action
@@ -149,9 +140,6 @@ class HostAggregator:
         Args:
             worker: Rank of the leader.
             step: The last step, as the servers count.
-
-        Returns:
-            The actions to carry out, in order.
         """
         actions: list[LeaderAction] = []
         for chunk, state in self._rounds.items():
@@ -168,9 +156,6 @@ class HostAggregator:
         Args:
             chunk: Number of the chunk.
             applied: False if the server rejected the mean.
-
-        Returns:
-            The actions to carry out, in order.
         """
         state = self._rounds[chunk]
         if state.in_flight is None:

@@ -99,12 +99,13 @@ class HostGroup:
         return self.client.result(future)
 
     def restart(self, table: int, step: int) -> None:
-        """Continue after the whole host was disconnected and the leader has rejoined the servers. For the training thread.
+        """Continue after the whole host was disconnected and the leader has rejoined the servers. For the leader's training thread.
 
         Args:
             table: Number of the table.
             step: The last step, as counted by the servers.
         """
+        self.client.loop.call_soon(lambda: self._restart(table, step))
 
     def wait_for_members(self) -> None:
         """Wait until no member needs the leader any more. For the training thread of the leader."""
@@ -121,7 +122,6 @@ class HostGroup:
         Args:
             now: Seconds of the monotonic clock.
         """
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close the connections of the group."""
@@ -159,6 +159,7 @@ class HostGroup:
         Args:
             table: Number of the table.
         """
+        self._forget_table(table)
         self._tables.pop(table, None)
         self._excluded.discard(table)
         self._pushes = {key: push for key, push in self._pushes.items() if key[0] != table}
@@ -166,6 +167,13 @@ class HostGroup:
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _add_table(self, number: int, table: HostTable) -> None:
+        raise NotImplementedError
+
+    def _forget_table(self, table: int) -> None:
+        pass
+
+    def _restart(self, table: int, step: int) -> None:
+        """Continue alone: members are excluded until they join again."""
         raise NotImplementedError
 
     def _announce_wait(self) -> None:

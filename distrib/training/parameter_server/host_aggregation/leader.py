@@ -77,26 +77,11 @@ class HostLeader(HostGroup):
         for connection in self._connections.values():
             connection.close()
 
-    def forget_table(self, table: int) -> None:
-        """Drop a table that no worker trains any more.
-
-        Args:
-            table: Number of the table.
-        """
-        super().forget_table(table)
+    def _forget_table(self, table: int) -> None:
         self._aggregators.pop(table, None)
         self._buffers.pop(table, None)
         self._memory = {key: memory for key, memory in self._memory.items() if key[1] != table}
         self._retired.add(table)
-
-    def restart(self, table: int, step: int) -> None:
-        """Continue alone after this worker has rejoined the servers; members are excluded. Called by the training thread.
-
-        Args:
-            table: Number of the table.
-            step: The last step, as counted by the servers.
-        """
-        self.client.loop.call_soon(lambda: self._restart(table, step))
 
     def _restart(self, table: int, step: int) -> None:
         self._members = {self.client.rank}

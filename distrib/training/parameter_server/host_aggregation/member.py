@@ -34,14 +34,6 @@ class HostMember(HostGroup):
         )
         self._leader.send(Frame(FrameKind.HELLO), encode(self.client.rank))
 
-    def tick(self, now: float) -> None:
-        """Do nothing: only the leader has timeouts.
-
-        Args:
-            now: Seconds of the monotonic clock.
-        """
-        pass
-
     def close(self) -> None:
         if self._leader:
             self._leader.close()
