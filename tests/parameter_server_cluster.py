@@ -94,8 +94,11 @@ class Cluster:
             lost._listener.close()
             lost.loop.ended = True
 
-        lost.loop.call_soon(end)
-        self.threads[number].join(10)
+        if self.threads[number].is_alive():
+            lost.loop.call_soon(end)
+            self.threads[number].join(10)
+        else:
+            end()
         self.report(self.workers + number, dead=True)
 
     def report(self, rank: int, *, dead: bool) -> None:

@@ -44,4 +44,4 @@ class InFlightPush:
     weight: int = 1
     """Number of workers whose mean it is; 0 for an empty gradient."""
     outgoing: Outgoing | None = None
-    """The frame while it waits to be sent."""
+    """The last frame with it; None if it was never sent to a server."""

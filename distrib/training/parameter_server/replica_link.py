@@ -85,6 +85,7 @@ class ReplicaLink:
     Args:
         service: The service of the shard.
         number: Number of this server.
+        workers: Number of workers of the job.
         addresses: Host and port of every server.
         key: The key of the job.
         loop: The event loop of the server.
@@ -94,11 +95,11 @@ class ReplicaLink:
     """
 
     def __init__(
-        self, service: ShardService, number: int, addresses: list[tuple[str, int]], key: bytes, loop: EventLoop,
+        self, service: ShardService, number: int, workers: int, addresses: list[tuple[str, int]], key: bytes, loop: EventLoop,
         dead: set[int], timeouts: FailoverTimeouts, on_replaced: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.service = service
-        self._number, self._addresses, self._key, self._loop = number, addresses, key, loop
+        self._number, self._workers, self._addresses, self._key, self._loop = number, workers, addresses, key, loop
         self._dead, self._timeouts, self._on_replaced = dead, timeouts, on_replaced
         self._candidates = [(number + n) % len(addresses) for n in range(1, len(addresses))]
         # Servers on other hosts first. The shard's first server is last, as it has died if this one is primary.
@@ -124,11 +125,16 @@ class ReplicaLink:
         unreachable_seconds = now - self._since if replication.required else 0.0
         if self._replica is None and unreachable_seconds > self._timeouts.reconnect_seconds:
             replication.continue_without()
-        elif unreachable_seconds > self._timeouts.replica_seconds * (1 + self._number):  # not two servers at once
+        elif self._replica is not None and unreachable_seconds > self._patience_seconds(self._replica):
             raise SystemExit(
                 f"distrib: parameter server {self._number}: its replica on server {self._replica} was unreachable for "
                 f"{unreachable_seconds:.0f} s; exits, so that the replica takes over"
             )
+
+    def _patience_seconds(self, replica: int) -> float:
+        """Return the time after which this server exits. Of two servers, the one that reaches fewer workers exits first."""
+        reaches_workers = 2 * len(self.service.membership.connections) >= self._workers
+        return self._timeouts.replica_seconds * (1 + 2 * reaches_workers + (self._number > replica))
 
     def on_server_died(self, number: int) -> bool:
         """Continue without the replica, and return True, if it was on a server that has died.

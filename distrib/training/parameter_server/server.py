@@ -287,6 +287,7 @@ class ParameterServer:
         del self._rebuild_timers[shard]
         service = self._new_service(shard, self.workers)
         service.become_primary(timer.epoch + 2)  # above a replica that takes over at the same time
+        service.rebuilt_epoch = service.epoch
         if shard == 0:
             self.snapshots.restore_results(service)
         for dead in self._dead_workers:
@@ -299,7 +300,7 @@ class ParameterServer:
         if len(self.addresses) > 1:
             service.replication.require()
             self._links[service.shard] = ReplicaLink(
-                service, self.number, list(self.addresses), self.key, self.loop, self._dead_servers, self._timeouts,
+                service, self.number, self.workers, list(self.addresses), self.key, self.loop, self._dead_servers, self._timeouts,
                 lambda epoch: self.on_replaced(service.shard, epoch),
             )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +51,8 @@ class ServerLink:
         self.epoch = 0
         """The highest epoch of a primary that this worker knows."""
         self.welcomed = self.was_welcomed = self.was_reported = False
+        self.host = ""
+        """Name of the host of the primary, once it is known."""
         self.down_since = time.monotonic()
         self.pushes: dict[tuple[int, int], InFlightPush] = {}
         """By table and chunk, pushes that are not answered."""
@@ -210,21 +213,32 @@ class ServerLink:
     def _on_value(self, frame: Frame) -> None:
         push = self.pushes.get((frame.table, frame.chunk))
         if push and push.step == frame.step:
-            del self.pushes[frame.table, frame.chunk]
-            buffer, applied = push.buffer, bool(frame.flags & FrameFlag.APPLIED)
-            buffer.version = frame.version
-            buffer.rejected += not applied
-            if buffer.on_reply:
-                buffer.on_reply(buffer, applied)
-            else:
-                self.client.mark_answered(buffer)
+            push.buffer.version = frame.version
+            self._on_answered(push, applied=bool(frame.flags & FrameFlag.APPLIED))
+
+    def _reject_sent_pushes(self) -> None:
+        """Drop gradients that may be in the parameters of other workers, from which the shard was rebuilt."""
+        for push in list(self.pushes.values()):
+            if push.outgoing and push.outgoing.cancelled and push.outgoing.frame.flags & FrameFlag.FINAL:
+                self._on_answered(push, applied=False)
+
+    def _on_answered(self, push: InFlightPush, *, applied: bool) -> None:
+        buffer = push.buffer
+        del self.pushes[buffer.table, buffer.chunk]
+        buffer.rejected += not applied
+        if buffer.on_reply:
+            buffer.on_reply(buffer, applied)
+        else:
+            self.client.mark_answered(buffer)
 
     def _on_welcome(self, welcome: dict[str, Any]) -> None:
         assert self._connection
         if welcome["epoch"] < self.epoch:
             raise ConnectionRefusedError
         client = self.client
-        self.epoch = welcome["epoch"]
+        if welcome["rebuilt"] > self.epoch:
+            self._reject_sent_pushes()
+        self.epoch, self.host = welcome["epoch"], welcome["host"]
         client.main = max(client.main, (welcome["main"][0], welcome["main"][1]))
         self.welcomed = self.was_welcomed = True
         self.was_reported = False
@@ -439,10 +453,12 @@ class ServerConnections:
             if push is None or push.final:
                 continue
             push.final = True
-            if push.outgoing and not push.outgoing.cancelled:
-                push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FrameFlag.FINAL)
-            elif link.welcomed:
+            if push.outgoing and push.outgoing.cancelled and not link.welcomed:
+                continue  # it is sent again, as final
+            if push.outgoing is None or push.outgoing.cancelled:
                 chunks.setdefault((buffer.shard, buffer.table), []).append(buffer.chunk)
+            if push.outgoing:
+                push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FrameFlag.FINAL)
         for (shard, table), numbers in chunks.items():
             self._links[shard].send(Frame(FrameKind.COMMIT, table=table, step=step), encode(numbers))
 
@@ -495,13 +511,14 @@ class ServerConnections:
         if down_seconds <= self.timeouts.warn_seconds:
             return
         host, port = self.addresses[link.shard]
-        name = f"parameter server {link.shard} at {host}:{port}"
+        name = f"parameter server {link.shard} at {host}:{port}{link.host and f' ({link.host})'}"
         if not link.was_reported and self.main[1] == self.rank:
             link.was_reported = True
-            text = f"{name} was unreachable for {down_seconds:.0f} s; the job fails after {self.timeouts.fail_seconds:.0f} s"
-            log.info(f"{text}", extra=PLAIN)
+            text = f"{name} is unreachable for {down_seconds:.0f} s; the job fails after {self.timeouts.fail_seconds:.0f} s"
+            log.info(text, extra=PLAIN)
         if down_seconds > self.timeouts.fail_seconds:
-            hint = "read its log; --replicas 1 survives the loss of a server"
-            if self.replicas:
-                hint = "read the logs of the servers: a replica takes over when the launcher knows that its server has died"
-            self.fail(TrainingError(f"{name} is unreachable", hint=hint))
+            hint = f"check the network between these hosts with distrib-topo check, and the log of server {link.shard}"
+            if not self.replicas:
+                hint += "; --replicas 1 survives the death of a server"
+            worker = f"worker rank {self.rank} on {socket.gethostname()}"
+            self.fail(TrainingError(f"{name} is unreachable from {worker} for {down_seconds:.0f} s", hint=hint))

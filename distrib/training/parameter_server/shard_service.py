@@ -39,6 +39,8 @@ class ShardService:
         self.shard, self.strategy, self.pool = shard, strategy, pool
         self.epoch = 0
         """Number of times that a server took over the shard. A worker follows the server with the highest."""
+        self.rebuilt_epoch = 0
+        """The epoch that began with a rebuild from the parameters of workers; 0 if none did."""
         self.is_primary = False
         self.any_describes = False
         """True if any worker may describe a table and give first values, as all have agreed on them before."""
@@ -120,6 +122,8 @@ class ShardService:
         welcome = {
             "member": worker in membership.members,
             "epoch": self.epoch,
+            "rebuilt": self.rebuilt_epoch,
+            "host": socket.gethostname(),
             "round": self.rounds.next_round(),
             "tables": [table.number for table in self.tables.values() if table.is_set],
             "main": membership.main,
