@@ -20,7 +20,7 @@ from distrib.training.grad_scaler import ScalerSteps
 from distrib.training.gradient_accumulation import BatchSamples
 from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.parameter_server import transport as wire
-from distrib.training.parameter_server.server_connections import ServerLink
+from distrib.training.parameter_server.server_link import ServerLink
 from distrib.training.parameter_server.server_optimizer import OptimizerSpec, with_own_momentum
 from distrib.training.parameter_server.transport import Frame, FrameKind
 from distrib.training.strategies.parameter_server import ParameterServerStrategy

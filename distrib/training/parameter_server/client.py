@@ -114,26 +114,6 @@ class ParameterClient(ServerConnections):
         self.loop.call_soon(forget)
         self.result(done)
 
-    def wait(self, buffers: Iterable[ChunkBuffer]) -> None:
-        """Wait until every push of these buffers is answered.
-
-        Args:
-            buffers: The buffers.
-
-        Raises:
-            TrainingError: A push will not be answered.
-        """
-        for buffer in buffers:
-            if not buffer.is_waiting:
-                continue
-            begun = time.monotonic()
-            while buffer.is_waiting:
-                with self._changed:
-                    if buffer.is_waiting:
-                        self._changed.wait(1.0)
-                self.check()
-            self.waited_seconds += time.monotonic() - begun
-
     # -- in the client's thread ----------------------------------------------------------------------------------------
 
     def _leave_group(self, steps: dict[int, int], excluded: bool) -> None:
