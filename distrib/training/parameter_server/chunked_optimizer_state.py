@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distrib.errors import TrainingError
+from distrib.training.collectives import to_bytes
 from distrib.training.parameter_server.partitioning import Chunk
 from distrib.training.parameter_server.server_optimizer import PER_TENSOR, OptimizerSpec, is_broadcastable
 
@@ -102,9 +103,7 @@ def state_of_chunk(spec: OptimizerSpec, parameters: Sequence[torch.Tensor], chun
         else:
             value = most_trained.get(name)
             content[name] = value.cpu() if isinstance(value, torch.Tensor) else value  # servers have no GPU
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
+    return to_bytes(content)
 
 
 def _elements(value: torch.Tensor | None, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 from distrib.training.parameter_server.chunk_buffers import ChunkBuffer, InFlightPush
 from distrib.training.parameter_server.host_aggregation.host_group import HostGroup
 from distrib.training.parameter_server.server_connections import ServerConnections
-from distrib.training.parameter_server.shared_memory import SharedArena
 from distrib.training.parameter_server.transport import Frame, FrameKind, encode
 
 
@@ -69,15 +68,6 @@ class ParameterClient(ServerConnections):
                 link.send(Frame(FrameKind.OPTIONS, table=table), payload)
 
         self.loop.call_soon(send)
-
-    def share_memory(self, table: int, arenas: dict[int, SharedArena]) -> None:
-        """Offer memory to servers of this host.
-
-        Args:
-            table: Number of the table.
-            arenas: The memory by shard.
-        """
-        self.loop.call_soon(lambda: self.offer_memory(table, arenas))
 
     def join_group(self, group: HostGroup) -> None:
         """Join a host group, which pushes the mean of this host's workers from now on.

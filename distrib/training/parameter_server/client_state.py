@@ -23,9 +23,7 @@ class ClientState:
     """State of a worker's client, its event loop, and the replies that the training thread waits for.
 
     Args:
-        rank: Rank of this worker.
         addresses: Host and port of every server.
-        key: The key of the job.
         replicas: True if a shard may have moved to another server.
         restarted: True for a replacement worker.
         timeouts: Times after which it reacts to a lost server.

@@ -44,7 +44,6 @@ class RebuildTimer:
     """Timer of continuous requests of workers for one shard that this server does not hold.
 
     Args:
-        servers: Number of servers.
         connect_seconds: Time after which a worker tries the next server.
     """
 

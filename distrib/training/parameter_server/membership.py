@@ -28,11 +28,6 @@ class Membership:
 
     Members are the workers for which other workers wait. A replacement worker was restarted by the launcher: its gradients count,
     but it is at another place of the script. The main worker prints and saves; shard 0 chooses it.
-
-    Args:
-        shard: Number of the shard.
-        workers: Number of workers of the job.
-        timeouts: Times for which other workers wait.
     """
 
     def __init__(self, shard: int, workers: int, timeouts: FailoverTimeouts) -> None:

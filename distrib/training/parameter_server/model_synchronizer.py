@@ -21,10 +21,6 @@ class ModelSynchronizer:
 
     `optimizer.step()` returns before the servers have answered. A module's forward pass waits for the new values of its own
     parameters. Evaluations, checkpoints and copies fetch all values exactly.
-
-    Args:
-        is_main: Returns True on the main rank.
-        is_replacement: True for a replacement worker.
     """
 
     def __init__(self, is_main: Callable[[], bool], *, is_replacement: bool) -> None:

@@ -14,7 +14,6 @@ class UncopiedHook:
     """A hook that runs for one module and not for copies of it.
 
     Args:
-        owner: The module.
         work: Called with the module and the hook's arguments.
     """
 

@@ -14,13 +14,7 @@ from distrib.training.parameter_server.worker_table import WorkerTable
 
 
 class OptimizerHooks:
-    """Hooks of one optimizer and of its parameters' gradients, from construction until `remove`.
-
-    Args:
-        table: The table of the optimizer, which has begun.
-        models: The models that the optimizer trains.
-        is_main: Returns True on the main rank.
-    """
+    """Hooks of one optimizer and of its parameters' gradients, from construction until `remove`."""
 
     def __init__(self, table: WorkerTable, models: ModelSynchronizer, is_main: Callable[[], bool]) -> None:
         self._table, self._models = table, models

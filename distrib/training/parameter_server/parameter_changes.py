@@ -51,12 +51,7 @@ class PushedGradients:
 
 
 class ParameterChangeCheck:
-    """Check for parameters that the script changes itself: warns once, because the servers' values overwrite such changes.
-
-    Args:
-        parameters: The parameters of the table.
-        name: Returns the name of a parameter.
-    """
+    """Check for parameters that the script changes itself: warns once, because the servers' values overwrite such changes."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: Callable[[torch.Tensor], str]) -> None:
         self._parameters, self._name = parameters, name

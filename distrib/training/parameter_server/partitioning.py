@@ -8,6 +8,7 @@ that the forward pass needs first are spread over all servers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -28,10 +29,7 @@ class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):
     @property
     def elements(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -25,12 +25,7 @@ from distrib.training.parameter_server.transport import (
 
 
 class ReplicationTarget:
-    """Replica's side of the replication: applies the messages of the primary.
-
-    Args:
-        service: The service of the shard on this server.
-        primary: Number of the primary server.
-    """
+    """Replica's side of the replication: applies the messages of the primary."""
 
     def __init__(self, service: ShardService, primary: int) -> None:
         self.service, self.primary = service, primary
@@ -83,14 +78,7 @@ class ReplicaLink:
     """A primary's connection to the server that stores its replica. It looks for one as long as there is none.
 
     Args:
-        service: The service of the shard.
-        number: Number of this server.
-        workers: Number of workers of the job.
-        addresses: Host and port of every server.
-        key: The key of the job.
-        loop: The event loop of the server.
         dead: Numbers of the servers that the launcher has reported dead, kept up to date by the server.
-        timeouts: Times after which this server continues without a replica, or exits.
         on_replaced: Called with the epoch of another server that is primary of the shard now.
     """
 

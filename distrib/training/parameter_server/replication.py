@@ -22,14 +22,7 @@ from distrib.training.parameter_server.update_rules import ApplyUpdate, Effect
 
 
 class ReplicationSource:
-    """The primary's side: sends all changes of a shard to its replica.
-
-    Args:
-        tables: The tables of the shard by number.
-        retired: Numbers of the tables that are trained no more.
-        results: Stored results of the main rank.
-        membership: The workers of the shard.
-    """
+    """The primary's side: sends all changes of a shard to its replica."""
 
     def __init__(
         self, tables: dict[int, ServerTable], retired: set[int], results: StoredResults, membership: Membership

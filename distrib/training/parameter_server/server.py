@@ -94,16 +94,7 @@ class _Peer:
 
 
 class ParameterServer:
-    """One server of the job.
-
-    Args:
-        number: Number of this server, which is that of its shard.
-        addresses: Host and port of every server.
-        workers: Number of workers.
-        key: The key of the job.
-        strategy: The settings of the job.
-        timeouts: Times for which it waits for workers and other servers.
-    """
+    """One server of the job."""
 
     def __init__(
         self, number: int, addresses: Sequence[tuple[str, int]], workers: int, key: bytes, strategy: Strategy,

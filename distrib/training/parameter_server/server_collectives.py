@@ -96,12 +96,8 @@ class StoredResults:
         self.pieces: dict[int, list[Any]] = {}
         """Complete results."""
         self._partial: dict[tuple[int | None, int], dict[int, Any]] = {}  # by source and number
-        self._fetches: list[tuple[int, Frame]] = []
-
-    @property
-    def awaited(self) -> bool:
-        """True if a worker waits for a result that is not stored."""
-        return bool(self._fetches)
+        self.fetches: list[tuple[int, Frame]] = []
+        """Workers and requests that wait for a result."""
 
     def store(self, source: int | None, frame: Frame, piece: Any) -> bool:
         """Store a piece of a result. Returns True if the result is complete with it.
@@ -126,7 +122,7 @@ class StoredResults:
             worker: Rank of the worker.
             request: Its header, as for `store`.
         """
-        self._fetches.append((worker, request))
+        self.fetches.append((worker, request))
 
     def forget_requests(self, worker: int) -> None:
         """Drop a worker's requests after its connection was lost. The worker will repeat them.
@@ -134,15 +130,15 @@ class StoredResults:
         Args:
             worker: Rank of the worker.
         """
-        self._fetches = [(other, request) for other, request in self._fetches if other != worker]
+        self.fetches = [(other, request) for other, request in self.fetches if other != worker]
 
     def replies(self) -> list[tuple[int, Frame, Any]]:
         """Return worker, header and payload of all replies that can be sent now. They are returned once."""
-        fetches, self._fetches = self._fetches, []
+        fetches, self.fetches = self.fetches, []
         found = []
         for worker, request in fetches:
             if (pieces := self.pieces.get(request.version)) is None:
-                self._fetches.append((worker, request))
+                self.fetches.append((worker, request))
             else:
                 reply = Frame(FrameKind.DONE, 0, 0, request.chunk, request.step, request.version, len(pieces))
                 found.append((worker, reply, pieces[request.chunk]))

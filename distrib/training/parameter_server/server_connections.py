@@ -22,11 +22,7 @@ log = get_logger("parameter_server")
 
 
 class ServerConnections(ClientState):
-    """Connections of this worker to the primaries of all shards, in a separate thread, and requests to them.
-
-    Args:
-        rank, addresses, key, replicas, restarted, timeouts: As for `ClientState`.
-    """
+    """Connections of this worker to the primaries of all shards, in a separate thread, and requests to them."""
 
     def __init__(
         self, rank: int, addresses: Sequence[tuple[str, int]], key: bytes, *, replicas: bool, restarted: bool = False,

@@ -26,12 +26,7 @@ from distrib.training.parameter_server.transport import (
 
 
 class ServerLink:
-    """The connection to the primary of a shard. Lives in the client's thread.
-
-    Args:
-        client: The state of this worker's client.
-        shard: Number of the shard.
-    """
+    """The connection to the primary of a shard. Lives in the client's thread."""
 
     def __init__(self, client: ClientState, shard: int) -> None:
         self.client, self.shard = client, shard

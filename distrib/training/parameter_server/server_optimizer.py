@@ -132,13 +132,7 @@ def with_own_momentum(optimizer: OptimizerSpec, options: dict[str, Any], worker:
 
 
 class ChunkOptimizer:
-    """Value and optimizer of one chunk; updates are in place.
-
-    Args:
-        spec: The optimizer.
-        value: The first value.
-        options: Settings of the chunk's parameter group.
-    """
+    """Value and optimizer of one chunk; updates are in place."""
 
     def __init__(self, spec: OptimizerSpec, value: torch.Tensor, options: dict[str, Any]) -> None:
         self.value = torch.nn.Parameter(value, requires_grad=True)

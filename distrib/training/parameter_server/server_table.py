@@ -14,6 +14,7 @@ import torch
 
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
+from distrib.training.collectives import to_bytes
 from distrib.training.gradients.compression import create_compressor
 from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec, partition
 from distrib.training.parameter_server.server_optimizer import (
@@ -87,12 +88,6 @@ def as_memoryview(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy lacks the annotation before Python 3.12
 
 
-def _serialize(content: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
-
-
 class BufferPool:
     """Buffers for gradients that are used again: new pages from the kernel cost more than the copy into them."""
 
@@ -133,12 +128,7 @@ class ServerTable:
     """One server's chunks of a table: values, optimizers and their update controller.
 
     Args:
-        number: Number of the table.
-        description: The optimizer and its parameters.
-        server: Number of the shard.
         members: Push ids that the controller waits for.
-        strategy: The settings of the job.
-        pool: Memory for gradients.
     """
 
     def __init__(
@@ -353,7 +343,7 @@ class ServerTable:
         Args:
             chunk: Number of the chunk.
         """
-        return _serialize({"value": self.value(chunk), **self.optimizers[chunk].full_state()})
+        return to_bytes({"value": self.value(chunk), **self.optimizers[chunk].full_state()})
 
     def optimizer_state(self, chunk: int) -> bytes:
         """Return the optimizer state of a chunk as in a checkpoint, for torch.load(weights_only=True).
@@ -361,7 +351,7 @@ class ServerTable:
         Args:
             chunk: Number of the chunk.
         """
-        return _serialize(self.optimizers[chunk].state())
+        return to_bytes(self.optimizers[chunk].state())
 
     def deserialize(self, chunk: int, data: Any) -> None:
         """Restore a result of `serialize`.

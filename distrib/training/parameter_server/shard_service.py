@@ -25,11 +25,7 @@ class ShardService:
     """One shard on the server that is its primary or stores its replica.
 
     Args:
-        shard: Number of the shard.
         workers: Number of workers; 0 for a replica, which learns the members from the primary.
-        strategy: The settings of the job.
-        pool: Memory for gradients.
-        timeouts: Times for which workers wait for other workers.
     """
 
     def __init__(
@@ -223,7 +219,7 @@ class ShardService:
     def _answer_fetches(self) -> None:
         for worker, reply, piece in self.results.replies():
             self.membership.send(worker, reply, piece)
-        if self.results.awaited:
+        if self.results.fetches:
             self.membership.replace_main_if_left()
 
     def _suspend(self, worker: int, frame: Frame, payload: Any) -> None:

@@ -30,7 +30,6 @@ class Snapshots:
     """The last snapshot of a server, and stored results, in a folder of the server's own.
 
     Args:
-        number: Number of the server.
         interval_seconds: Least time between two snapshots.
         max_writing_fraction: Fraction of the time that is spent writing: a shared file system is slow, and other hosts use it, too.
     """

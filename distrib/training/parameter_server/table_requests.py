@@ -27,15 +27,7 @@ from distrib.training.parameter_server.update_rules import ApplyUpdate, Effect, 
 
 
 class TableRequests:
-    """Handler of requests to the tables of one shard. Carries out the effects that their update controllers return.
-
-    Args:
-        tables: The tables of the shard by number, shared with its service.
-        membership: The workers of the shard.
-        rounds: The all-gather rounds of the shard.
-        replication: The primary's side of the replication.
-        pool: Memory for gradients.
-    """
+    """Handler of requests to the tables of one shard. Carries out the effects that their update controllers return."""
 
     def __init__(
         self, tables: dict[int, ServerTable], membership: Membership, rounds: AllGatherRounds,

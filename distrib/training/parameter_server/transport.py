@@ -131,9 +131,7 @@ class Connection:
     """One end of a connection, served by an event loop. All methods are for the loop's thread.
 
     Args:
-        loop: The event loop that serves it.
         sock: A socket that is connected or connecting. It becomes non-blocking.
-        key: The key of the job.
         listener: True for the side that accepted the connection.
         on_frame: Called with each frame and its complete payload. It may raise OSError to close the connection.
         on_closed: Called when the connection has broken or the handshake has failed; not after `close`.

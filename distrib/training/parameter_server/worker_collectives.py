@@ -28,8 +28,6 @@ class WorkerCollectives:
     """A worker's side of the collectives.
 
     Args:
-        client: The client of this worker.
-        world: The ranks of the job.
         is_replacement: True for a replacement worker, which is at another place of the script. It receives the results of
             main, and takes part in no all-gather.
         on_collective: Called at the beginning of each collective, which other workers may reach with newer parameters.

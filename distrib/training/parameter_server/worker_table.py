@@ -36,10 +36,7 @@ class ChunkedParameters:
     """The parameters of an optimizer as chunks, and a worker's buffers for them.
 
     Args:
-        number: Number of the table.
-        optimizer: The script's optimizer.
         names: Names of the parameters of all models.
-        client: The client of this worker.
         transfer_format: Format in which gradients and values are sent.
         pushers: Number of host groups and of workers without one.
     """
@@ -168,7 +165,6 @@ class WorkerTable(ChunkedParameters):
 
     Args:
         counts_skipped_steps: True if other workers wait for this one's steps, also for those that it leaves out.
-        number, optimizer, names, client, transfer_format, pushers: As for `ChunkedParameters`.
     """
 
     def __init__(
@@ -208,7 +204,7 @@ class WorkerTable(ChunkedParameters):
             table = HostTable(self.buffers, self._arenas[0], self._sizes, self._create_server_buffers)
             self.client.group.add_table(self.number, table)
         elif self._arenas:
-            self.client.share_memory(self.number, self._arenas)
+            self.client.loop.call_soon(lambda: self.client.offer_memory(self.number, self._arenas))
 
     def _frames_for_new_server(self, shard: int) -> list[tuple[Frame, Any]]:
         """Return the table and this worker's last values, for a server that has lost them. Its optimizer state is new."""

@@ -54,12 +54,7 @@ class _ChunkRound:
 
 
 class HostAggregator:
-    """Aggregation of the pushes of one host's workers, for the chunks of one table. Methods return actions to carry out in order.
-
-    Args:
-        chunks: Numbers of the chunks.
-        members: Workers of the host that are waited for.
-    """
+    """Aggregation of the pushes of one host's workers, for the chunks of one table. Methods return actions to carry out in order."""
 
     def __init__(self, chunks: Iterable[int], members: Iterable[int]) -> None:
         first = set(members)

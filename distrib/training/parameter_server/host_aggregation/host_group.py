@@ -43,7 +43,6 @@ class HostGroup:
     """Membership of this worker in its host group. Methods run in the client's thread, unless documented otherwise.
 
     Args:
-        client: This worker's client.
         push_id: Number under which the servers count the group's pushes.
         synchronous: True if every step needs all workers, so that the leader never excludes one.
     """
