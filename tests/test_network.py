@@ -289,20 +289,6 @@ def test_the_cards_behind_a_bridge_a_bond_or_a_vlan():
     assert found == {1: [], 2: [], 3: [1, 2], 4: [1, 2], 5: [1, 2], 6: [], 7: [], 8: []}
 
 
-def test_faster_cards_that_share_no_network_are_told_of():
-    def host(i, *, subnet, wide=12.5e9):
-        return (
-            interface("eno1", f"10.0.0.{i}/24", speed=1.25e8),
-            interface("ens1", f"10.{subnet}.0.{i}/24", speed=wide),
-        )
-
-    note = "every host has a faster NIC (on n1: ens1 (10.1.0.1/24))"
-    assert any(told.startswith(note) for told in choose_network(cluster(host(1, subnet=1), host(2, subnet=2))).notes)
-    assert choose_network(cluster(host(1, subnet=1), host(2, subnet=1))).notes == ()
-    assert choose_network(cluster(host(1, subnet=1), host(2, subnet=2, wide=1.25e8))).notes == ()
-    assert choose_network(cluster(host(1, subnet=1), host(2, subnet=2)), wanted="eno1").notes == ()
-
-
 def test_rdma_is_left_where_not_every_host_has_it():
     hosts = {
         "a": inventory("a", interfaces=(interface("eth0", "10.0.0.1/24"),), rdma=(port("mlx5_0", 25e9),)),

@@ -30,13 +30,13 @@ def test_which_hosts_are_this_machine():
 
 def test_folders_that_cannot_be_brought(tmp_path):
     (tmp_path / "file").touch()
-    for given, words in (("nowhere", "no such folder"), (str(tmp_path / "file"), "is no folder"), ("/", "whole file")):
+    for given, words in (("nowhere", "no such folder"), (str(tmp_path / "file"), "not a folder"), ("/", "root of the file")):
         with pytest.raises(ConfigError, match=words):
             check_folder(given)
 
 
 def test_without_other_hosts_there_is_nothing_to_bring(tmp_path):
-    assert str(sync(tmp_path, ["localhost"], ["ssh"])) == f"--sync {tmp_path}: no other host to bring it to"
+    assert str(sync(tmp_path, ["localhost"], ["ssh"])) == f"--sync {tmp_path}: there is no other host"
 
 
 def test_without_rsync_here_a_line_says_so(tmp_path, monkeypatch):

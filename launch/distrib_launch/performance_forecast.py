@@ -114,7 +114,7 @@ def _predict(
         strategy, prediction, why = _choose(strategy, prediction, advice)
         notes += (why,)
     few = None
-    if topology and as_placed.servers is None:  # those that stand apart remain, however few hosts work
+    if topology and as_placed.servers is None:  # dedicated servers remain if fewer hosts work
         few = find_faster_subset(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, baseline=prediction)
     limit = None
     if len(working) > 1 and prediction.cap and not prediction.cap.needed_bytes_per_second:
@@ -156,7 +156,7 @@ def _on_ranks(plan: LaunchPlan, workload: Workload, source: str) -> Workload:
 
 def _as_placed(plan: LaunchPlan, workload: Workload) -> Strategy:
     """Return the strategy as the model counts servers. Raises ConfigError for placements that the model does not cover."""
-    servers = _servers_apart(plan)
+    servers = _dedicated_servers(plan)
     if servers and sum(host.workers > 0 for host in plan.hosts) == 1:
         raise ConfigError("the servers are on other hosts than the only one with workers")
     as_placed = msgspec.structs.replace(plan.strategy, servers=servers)
@@ -164,7 +164,7 @@ def _as_placed(plan: LaunchPlan, workload: Workload) -> Strategy:
     return as_placed if workload.device == "cpu" else msgspec.structs.replace(as_placed, all_reduce="auto")
 
 
-def _servers_apart(plan: LaunchPlan) -> int | None:
+def _dedicated_servers(plan: LaunchPlan) -> int | None:
     """Return the number of dedicated parameter servers; None if every worker's host runs its share of them."""
     servers = sum(host.servers for host in plan.hosts)
     beside = sum(host.servers > 0 for host in plan.hosts if host.workers)
@@ -247,7 +247,7 @@ def _only_of(chosen: Strategy) -> tuple[str, ...]:
 def _options(advice: Recommendation, plan: LaunchPlan) -> tuple[str, ...]:
     """Return the options for a recommendation; servers that the hostfile places need no option."""
     servers = advice.strategy.servers
-    placed = plan.strategy.servers is None and servers == _servers_apart(plan)
+    placed = plan.strategy.servers is None and servers == _dedicated_servers(plan)
     return strategy_options(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
 
 

@@ -164,7 +164,7 @@ def _notes_on_slots(
         else:
             bare.append(name)
     if bare:
-        more = "--ntasks-per-node=N or -np N" if from_slurm else f"say {bare[0]}:N or slots=N"
+        more = "--ntasks-per-node=N or -np N" if from_slurm else f"write {bare[0]}:N or slots=N"
         notes.append(f"{name_hosts(bare)}: no slots given; 1 rank each ({more} for more)")
     return notes
 

@@ -37,7 +37,7 @@ class Synced(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         if not self.hosts:
-            return f"--sync {self.directory}: no other host to bring it to"
+            return f"--sync {self.directory}: there is no other host"
         return (
             f"--sync {self.directory}: {self.files} file(s), {self.bytes:,} bytes, to {len(self.hosts)} host(s) "
             f"in {self.seconds:.1f} s"
@@ -60,11 +60,11 @@ def check_folder(given: str) -> Path:
     folder = paths.absolute_path(given)
     if not paths.is_dir(folder):
         raise ConfigError(
-            f"--sync {given}: {'is no folder' if paths.exists(folder) else 'no such folder'}",
+            f"--sync {given}: {'not a folder' if paths.exists(folder) else 'no such folder'}",
             hint="name the folder of the script, as --sync .",
         )
     if folder == Path(folder.anchor):
-        raise ConfigError(f"--sync {given}: is the whole file system", hint="name the folder of the script")
+        raise ConfigError(f"--sync {given}: it is the root of the file system", hint="name the folder of the script")
     return folder
 
 
@@ -90,7 +90,7 @@ def sync(
     began = time.monotonic()
     others = [host for host in dict.fromkeys(hosts) if not is_here(host)]
     if others and shutil.which("rsync") is None:
-        raise ConfigError("--sync needs rsync, which is not here", hint="install rsync, here and on every host")
+        raise ConfigError("--sync: rsync is not installed here", hint="install rsync, here and on every host")
     words = ["--update"] if keep_newer else []
     words += [f"--exclude={pattern}" for pattern in EXCLUDED]
     for path in leave_out:
@@ -99,25 +99,25 @@ def sync(
 
     interrupted = threading.Event()
 
-    def bring(host: str) -> tuple[int, int] | _Refused:
+    def copy(host: str) -> tuple[int, int] | _Refused:
         try:
-            return _bring(folder, host, ssh, words, interrupted)
+            return _copy(folder, host, ssh, words, interrupted)
         except _Refused as why:
             return why
 
     pool = ThreadPoolExecutor(max_workers=16)
     try:
-        told = list(pool.map(bring, others))
+        outcomes = list(pool.map(copy, others))
     except BaseException:  # the pool waits for its threads, which must end first
         interrupted.set()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
     if problems := {
-        host: str(answer) for host, answer in zip(others, told, strict=True) if isinstance(answer, _Refused)
+        host: str(outcome) for host, outcome in zip(others, outcomes, strict=True) if isinstance(outcome, _Refused)
     }:
         raise PreflightError("\n".join(fold_by_host(problems.items())), hosts=problems)
-    counts = [answer for answer in told if isinstance(answer, tuple)]
+    counts = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
     return Synced(
         directory=str(folder),
         hosts=tuple(others),
@@ -127,7 +127,7 @@ def sync(
     )
 
 
-def _bring(
+def _copy(
     folder: Path, host: str, ssh: Sequence[str], words: Sequence[str], interrupted: threading.Event
 ) -> tuple[int, int]:
     """Copy the folder to one host; return the number of files and bytes. Raises InterruptedError soon after `interrupted` is set."""
@@ -162,13 +162,13 @@ def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, st
     rsync found its connection closed.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    said = [line for line in lines if not line.startswith("rsync error")] or lines
-    if not said:
-        return f"rsync ended with exit code {code} and no word", f"try: {shlex.join([*ssh, host, 'true'])}"
+    messages = [line for line in lines if not line.startswith("rsync error")] or lines
+    if not messages:
+        return f"rsync exited with code {code} and no message", f"try: {shlex.join([*ssh, host, 'true'])}"
     install = f"install rsync on {host}, or keep the folder on a file system that every host shares"
-    told = {
+    hints = {
         r"(?i)rsync: (command |applet )?not found|(command not found|unknown command):? '?rsync": install,
-        "No space left": f"make room on {host}",
+        "No space left": f"free disk space on {host}",
         r"^rsync: (\[sender\] (?!Failed to exec)|send_files |opendir |link_stat |readlink_stat).*Permission denied \(13\)$": (
             "make it readable to your user, or take it out of the folder"
         ),
@@ -176,19 +176,19 @@ def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, st
             f"choose a folder that your user may write to on {host}"
         ),
     }
-    for pattern, hint in told.items():
-        for line in said:
+    for pattern, hint in hints.items():
+        for line in messages:
             if re.search(pattern, line):
                 return line, hint
-    others = [line for line in said if not line.startswith("rsync:")]  # banners and warnings, then the error
+    others = [line for line in messages if not line.startswith("rsync:")]  # banners and warnings, then the error
     if code == 127:
-        return (others or said)[-1], install
-    own = [line for line in said if line.startswith("rsync:") and not re.search(ABOUT_THE_CONNECTION, line)]
+        return (others or messages)[-1], install
+    own = [line for line in messages if line.startswith("rsync:") and not re.search(ABOUT_THE_CONNECTION, line)]
     if own:
         return own[0], f"rsync's exit code is {code}"
     if code in (10, 12, 30, 35, 255):  # a broken connection: rsync(1), EXIT VALUES, and ssh's 255
-        return (others or said)[-1], f"try: {shlex.join([*ssh, host, 'true'])}"
-    return said[-1], f"rsync's exit code is {code}"
+        return (others or messages)[-1], f"try: {shlex.join([*ssh, host, 'true'])}"
+    return messages[-1], f"rsync's exit code is {code}"
 
 
 def _stat(what: str, text: str) -> int:

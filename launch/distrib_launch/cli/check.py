@@ -30,6 +30,7 @@ from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.open_files import require_open_files
 from distrib_launch.preflight import interface_selection, preflight
+from distrib_launch.preflight.check_result import table_text
 from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.preflight.preflight import HostReplies, PreflightReport
 from distrib_launch.runner import local_machine, read_hosts, read_topology_for, refuse_hostfile
@@ -161,7 +162,8 @@ def _say(text: str) -> None:
 
 
 def _print_report(report: PreflightReport) -> None:
-    print(report.table(colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(table_text(report.hosts, report.checks, report.transport, colour=colour))
     for line in report.lines("error"):
         print(f"error: {line}")
     for line in report.lines("warning"):
@@ -172,7 +174,7 @@ def _print_report(report: PreflightReport) -> None:
             by_interface.setdefault(choice.interface, []).append(choice.host)
         shown = "; ".join(f"{name} on {name_hosts(hosts)}" for name, hosts in by_interface.items())
         print(f"network: {shown} ({network.reason})")
-        for line in (*(f"passed over: {what}" for what in network.passed_over), *network.notes):
+        for line in (*(f"not used: {what}" for what in network.passed_over), *network.notes):
             print(f"note: {line}")
     bad = len(report.bad_hosts)
     verdict = f"{bad} of {len(report.hosts)} host(s) not fit" if bad else f"{len(report.hosts)} host(s) fit"

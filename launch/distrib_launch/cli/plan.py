@@ -37,7 +37,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--compare", metavar="NET[=PRICE],...", help="several networks side by side; PRICE of a node's share"
     )
-    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help="say what bandwidth this needs "
+    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help="report the bandwidth that this needs "
                       "(default: 90%%)")  # fmt: skip
     plan.add_argument("--json", action="store_true", help="print JSON: seconds, bytes, bytes per second")
     plan.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw scaling into FILE (.svg, .png, .pdf); the "

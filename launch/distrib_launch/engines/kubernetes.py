@@ -243,38 +243,29 @@ def _variable(name: str, value: str) -> dict[str, Any]:
     return {"name": name, "value": _literal(value)}
 
 
-def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: Mapping[str, str]) -> tuple[str, ...]:
-    """Return notes on the network and the secrets that the pods need.
+def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: Mapping[str, str]) -> list[str]:
+    """Return notes on RDMA between the pods, and the command that creates the Secret of the manifest.
 
     Args:
         plan: Plan of the job.
         environment: Variables that every rank gets from the user.
         resources: Values of `--pod-resource` by name.
     """
-    return tuple(filter(None, (_note_on_network(plan, resources), _note_on_secrets(environment))))
-
-
-def _note_on_network(plan: LaunchPlan, resources: Mapping[str, str]) -> str:
-    """Return a note if RDMA may not work in the pods; empty for one host or a job on CPUs."""
-    if len(plan.hosts) < 2 or all(rank.device == "cpu" for rank in plan.ranks):
-        return ""
-    if any("rdma" in name or "infiniband" in name or name.startswith("vpc.amazonaws.com/efa") for name in resources):
-        return (
+    notes = []
+    has_rdma = any("rdma" in n or "infiniband" in n or n.startswith("vpc.amazonaws.com/efa") for n in resources)
+    if len(plan.hosts) > 1 and any(rank.device != "cpu" for rank in plan.ranks):
+        notes.append(
             "RDMA needs locked memory, and the pods' user is not root: allow it in the container runtime (LimitMEMLOCK=infinity for "
             "containerd), or NCCL uses TCP; distrib-topo check in the launcher's pod shows the limit"
+            if has_rdma
+            else "no RDMA resource is requested: NCCL uses TCP between pods (--pod-resource NAME=N, such as rdma/hca_shared_devices_a=1)"
         )
-    return "no RDMA resource is requested: NCCL uses TCP between pods (--pod-resource NAME=N, such as rdma/hca_shared_devices_a=1)"
-
-
-def _note_on_secrets(environment: Mapping[str, str]) -> str:
-    """Return the kubectl command that creates the Secret of the manifest; empty if no variable is secret."""
-    named = [name for name in environment if is_secret(name)]
-    if not named:
-        return ""
-    words = " ".join(f'--from-literal={name}="${name}"' for name in named)
-    return (
-        f"create the Secret with {', '.join(named)} for the pods first: kubectl create secret generic {SECRET} {words}"
-    )
+    if secrets := [name for name in environment if is_secret(name)]:
+        words = " ".join(f'--from-literal={name}="${name}"' for name in secrets)
+        notes.append(
+            f"create the Secret with {', '.join(secrets)} for the pods first: kubectl create secret generic {SECRET} {words}"
+        )
+    return notes
 
 
 def _literal(text: str) -> str:

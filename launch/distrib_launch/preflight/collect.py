@@ -113,9 +113,9 @@ class HostReply(msgspec.Struct, frozen=True, kw_only=True):
     problem: CheckResult | None = None
     no_login: bool = False
     """The login did not finish in time: a second try may succeed."""
-    asked: float = 0.0
+    sent: float = 0.0
     """Unix time of this machine before the query."""
-    answered: float = 0.0
+    received: float = 0.0
     """Unix time of this machine after the reply."""
 
 
@@ -153,7 +153,7 @@ def query_hosts(
         if query.is_local and query.python == own_python:
             now = time.time()
             own = own_inventory(query.question)
-            return HostReply(inventory=own, ports=sessions.listen(), asked=now, answered=time.time())
+            return HostReply(inventory=own, ports=sessions.listen(), sent=now, received=time.time())
         command = [query.python, "-c", LOADER]
         if not query.is_local:
             command = remote.command(query.name, f"echo '{SHELL_MARK}'; {shlex.join(command)}")
@@ -194,7 +194,7 @@ def _query(
     environment: Mapping[str, str] | None,
     timeout: ReplyTimeout,
 ) -> HostReply:
-    asked = time.time()
+    sent = time.time()
     if query.is_local:
         timeout = timeout._replace(login_seconds=timeout.total_seconds)
     try:
@@ -204,15 +204,15 @@ def _query(
             return HostReply(problem=_no_interpreter(query, failure.strerror or str(failure)))
         hint = "install ssh, or name --ssh-command" if failure.errno == errno.ENOENT else "see ulimit -a"
         raise LaunchError(f"cannot run {command[0]}: {failure.strerror}", hint=hint) from None
-    answered = time.time()
+    received = time.time()
     if reply := parse_reply(output.out, InventoryReply):
-        return HostReply(inventory=reply.inventory, ports=reply.ports, asked=asked, answered=answered)
+        return HostReply(inventory=reply.inventory, ports=reply.ports, sent=sent, received=received)
     reached = query.is_local or SHELL_MARK in output.out
     if output.code is None:
         return HostReply(problem=_timed_out(query, output.err, timeout, reached=reached), no_login=not reached)
     text = output.out.replace(SHELL_MARK, "").strip()
     problem = explain_failure(query, output.code, output.err, text, reached=reached)
-    return HostReply(problem=problem, asked=asked, answered=answered)
+    return HostReply(problem=problem, sent=sent, received=received)
 
 
 # -- explanations -----------------------------------------------------------------------------------------------------

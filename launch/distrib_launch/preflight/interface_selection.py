@@ -144,8 +144,6 @@ def choose_network(
         )
     notes: list[str] = []
     rdma = _rdma_choice(inventories, notes)
-    if not wanted:
-        notes += _faster_elsewhere(usable, taken)
     hosts = tuple(
         HostNetwork(
             host=host,
@@ -272,27 +270,6 @@ def _reached(host: str, candidates: Sequence[_Candidate], reached_at: Mapping[st
     return next((c for c in candidates if str(c.address.ip) == reached_at.get(host)), None) or _best(candidates)
 
 
-def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candidate]) -> list[str]:
-    """Return a note if every host has a NIC of twice the rate in a network that not all hosts share."""
-    faster: dict[str, _Candidate] = {}
-    owners: dict[Network, set[str]] = {}
-    for candidate in usable:
-        owners.setdefault(candidate.subnet, set()).add(candidate.host)
-    usable = [candidate for candidate in usable if len(owners[candidate.subnet]) < len(taken)]
-    for host, choice in taken.items():
-        speed = choice.interface.speed_bytes_per_second
-        other = _best([c for c in usable if c.host == host and c.interface.kind in KINDS_BY_PREFERENCE[0]])
-        if speed and other and (other.interface.speed_bytes_per_second or 0.0) >= 2 * speed:
-            faster[host] = other
-    if len(faster) < len(taken) or len(taken) < 2:
-        return []
-    host, card = next(iter(faster.items()))
-    return [
-        f"every host has a faster NIC (on {host}: {card}), but the hosts share no network of those: Gloo, MPI over TCP and parameter "
-        "servers do not use it; if those networks are routed to each other, name the NICs with --interface"
-    ]
-
-
 # -- RDMA -------------------------------------------------------------------------------------------------------------
 
 
@@ -372,7 +349,7 @@ def _environment(
         "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
         # Open MPI accepts only IPv4 subnets.
         "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet and subnet.version == 4 else name,
-        # Open MPI uses all addresses of a card in the subnet; those of the other family may not reach any host.
+        # Open MPI uses all addresses of an interface in the subnet; those of the other family may not reach any host.
         "OMPI_MCA_btl_tcp_disable_family": "6" if choice.address.version == 4 else "4",
         "UCX_NET_DEVICES": ",".join([*hcas, name]),
     }
@@ -398,8 +375,8 @@ def _environment(
 def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that keep PRRTE's own messages on the chosen network; none if this machine is not in it.
 
-    PRRTE's daemons get the launcher's value on every host, where cards may have other names; so the value is a subnet. PRRTE does not
-    accept IPv6 subnets: then it gets the name of the card if all hosts have the same, else nothing.
+    PRRTE's daemons get the launcher's value on every host, where interfaces may have other names; so the value is a subnet. PRRTE does not
+    accept IPv6 subnets: then it gets the name of the interface if all hosts have the same, else nothing.
 
     Args:
         network: Network of the hosts.
@@ -417,7 +394,7 @@ def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mappin
     if not inside:
         return {}
     if subnet.version == 4:
-        # The daemons would also use the IPv6 addresses of a card in the subnet.
+        # The daemons would also use the IPv6 addresses of an interface in the subnet.
         return {"PRTE_MCA_prte_if_include": network.subnet, "PRTE_MCA_oob_tcp_disable_ipv6_family": "1"}
-    cards = {host.interface for host in network.hosts} | inside
-    return {"PRTE_MCA_prte_if_include": cards.pop()} if len(cards) == 1 else {}
+    names = {host.interface for host in network.hosts} | inside
+    return {"PRTE_MCA_prte_if_include": names.pop()} if len(names) == 1 else {}

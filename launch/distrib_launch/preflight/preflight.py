@@ -105,19 +105,14 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True, rename={"transp
         """
         return fold_by_host((check.host, str(check)) for check in self.checks if check.status == status)
 
-    def table(self, *, colour: bool = False) -> str:
-        """Format all results.
-
-        Args:
-            colour: Use colours of terminals.
-        """
-        return table_text(self.hosts, self.checks, self.transport, colour=colour)
-
     def refusal(self) -> PreflightError:
         """Return the error that refuses the launch, with all results."""
         more = [f"warning: {line}" for line in self.lines("warning")]
         first = {host: next(check for check in self.errors if check.host == host).reason for host in self.bad_hosts}
-        return PreflightError("\n".join([*self.lines("error"), *more, "", self.table()]), hosts=first)
+        return PreflightError(
+            "\n".join([*self.lines("error"), *more, "", table_text(self.hosts, self.checks, self.transport)]),
+            hosts=first,
+        )
 
 
 # -- queries ----------------------------------------------------------------------------------------------------------
@@ -335,7 +330,7 @@ def _clock_offset(reply: HostReply) -> float:
     """Return the smallest offset of the host's clock that the query's times allow, in seconds; negative: it is behind."""
     assert reply.inventory
     theirs = reply.inventory.time
-    return max(0.0, theirs - reply.answered) or min(0.0, theirs - reply.asked)
+    return max(0.0, theirs - reply.received) or min(0.0, theirs - reply.sent)
 
 
 def _reached_at(inventories: Mapping[str, Inventory], replies: HostReplies) -> dict[str, str]:

@@ -41,19 +41,20 @@ def _tree(view: View) -> Tree:
     if view.switches or view.between:
         _add_network(root, view)
     if view.measured_when:
-        told = f"measured {view.measured_when}, {view.measured_hosts} host{_s(view.measured_hosts)}"
-        root.add(_text((told, "green")))
+        root.add(
+            _text((f"measured {view.measured_when}, {view.measured_hosts} host{_s(view.measured_hosts)}", "green"))
+        )
     return root
 
 
 def _add_group(root: Tree, group: GroupView) -> None:
     count = len(group.names)
-    told = [
+    facts = [
         f"{count} hosts" if count > 1 else "",
         _slots(group),
         "a parameter server" if group.role == "server" else "",
     ]
-    branch = root.add(_text((group.hosts, "bold cyan"), ("".join(f", {word}" for word in told if word), "")))
+    branch = root.add(_text((group.hosts, "bold cyan"), ("".join(f", {fact}" for fact in facts if fact), "")))
     if not group.described:
         return
     if group.host_words:
