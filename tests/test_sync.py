@@ -30,7 +30,11 @@ def test_which_hosts_are_this_machine():
 
 def test_folders_that_cannot_be_brought(tmp_path):
     (tmp_path / "file").touch()
-    for given, words in (("nowhere", "no such folder"), (str(tmp_path / "file"), "not a folder"), ("/", "root of the file")):
+    for given, words in (
+        ("nowhere", "no such folder"),
+        (str(tmp_path / "file"), "not a folder"),
+        ("/", "root of the file"),
+    ):
         with pytest.raises(ConfigError, match=words):
             check_folder(given)
 
