@@ -27,15 +27,14 @@ def draw_probe(path: str | os.PathLike[str], measured: Measurements, transport: 
     """Draw the measurements into a file.
 
     Args:
-        path: The file; its suffix selects the format.
+        path: The file, which `check_plot_path` accepted; its suffix selects the format.
         measured: The measurements.
         transport: The transport by which links are judged.
 
     Raises:
-        ConfigError: The format is unknown, or the file is not writable.
+        ConfigError: The file is not writable.
     """
     name = os.fspath(path)
-    plotting.check_plot_path(name)
     curves = any(pair.transport == "mpi" and pair.curve for pair in measured.pairs)
     panels = 1 + curves + bool(measured.collectives)
     figure = Figure(figsize=(6.4 * panels, 5.4), layout="constrained")

@@ -277,7 +277,7 @@ class _ProbeCommand:
             except DistribError as error:
                 problems.append(error)
         for path in self.options.plot if start else ():
-            from distrib.probe.matrix_plot import draw_probe  # loads matplotlib, which takes a second
+            from distrib.probe.matrix_plot import draw_probe  # matplotlib is optional, and takes a second to load
 
             try:
                 draw_probe(path, output.measured, start.primary if start else "tcp")
