@@ -29,8 +29,8 @@ class FailoverTimeouts(msgspec.Struct, frozen=True):
     warn_seconds: float = 15.0
     """Time without a server after which the main rank prints a warning."""
     replica_seconds: float = 30.0
-    """Time without its replica after which a primary exits, if it reaches few workers: longer than a network switch takes to restart.
-    A primary that reaches most workers waits two times longer, so that only one of two servers exits."""
+    """Time without its replica after which a primary that reaches few workers exits: longer than a network switch takes to restart.
+    One that reaches most workers waits three times as long, and the higher number of two servers 30 s more, so that only one exits."""
     fail_seconds: float = 120.0
     """Time without a server after which a worker fails: a server that is restarted returns far earlier."""
     first_connect_seconds: float = 1800.0
