@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distrib_launch.preflight.check_result import CHECKS
+from distrib_launch.preflight.check_result import COLUMNS
 from tests.conftest import BIN, SCRIPTS, TOPO
 
 WHERE = SCRIPTS / "where.py"
@@ -24,7 +24,7 @@ def refused(run, cluster, host, check, *words):
     assert f"distrib-launch: error: {host}: {check}: " in run.err, run
     for word in words:
         assert word in run.err, run
-    assert "host" in run.err and all(name.split()[0] in run.err for name in CHECKS)  # the table
+    assert "ERROR" in run.err  # the table
     result = json.loads((run.run_dir / "result.json").read_text())
     assert (result["status"], result["exit_code"], result["ranks"]) == ("failed", 3, [])
     assert cluster.left_over(within_seconds=6) == {}
@@ -149,14 +149,14 @@ def test_without_a_check_nothing_is_asked_and_the_card_is_the_one_that_leads_to_
 @pytest.mark.cluster
 def test_check_alone_as_text_and_json(make_cluster):
     cluster = make_cluster(3, slots=2)
-    fit = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, WHERE])
+    fit = cluster.run("n1", [TOPO, "check", "-v", "-H", cluster.hostfile, WHERE])
     assert fit.returncode == 0, fit
-    assert "n[1-3]" in fit.stdout and "3 host(s) fit" in fit.stdout
+    assert "n[1-3]" in fit.stdout and "3 hosts healthy" in fit.stdout
     assert "network: eth0 on n1, n2, n3 (every host is in 198.18.0.0/16)" in fit.stdout
     os.kill(cluster._listener("n3"), 9)
     bad = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
     assert bad.returncode == 3, bad
-    assert "error: n3: ssh: " in bad.stdout and "1 of 3 host(s) not fit" in bad.stdout
+    assert "error: n3: ssh: " in bad.stdout and "1 of 3 hosts unhealthy" in bad.stdout
     assert cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, "--exclude", "n3"]).returncode == 0
     told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, "--json"])
     assert told.returncode == 3
@@ -164,7 +164,7 @@ def test_check_alone_as_text_and_json(make_cluster):
     assert report["fit"] is False
     assert sorted(report["inventories"]) == ["n1", "n2"]
     assert {(c["host"], c["check"]) for c in report["checks"]} == {
-        (h, c) for h in report["hosts"] for c in ("ssh", *CHECKS)
+        (h, c) for h in report["hosts"] for c in ("ssh", *COLUMNS)
     }
     assert cluster.left_over(within_seconds=6) == {}
 
@@ -264,7 +264,7 @@ def test_a_hostfile_without_its_option_is_no_script(tmp_path):
     assert run.returncode == 2
     assert "cluster.txt is not a script; hosts are named with -H cluster.txt" in run.stderr
     run = subprocess.run([TOPO, "check", JOB], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert "1 host(s) fit" in run.stdout, run
+    assert "1 host healthy" in run.stdout, run
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def add_options(check: argparse.ArgumentParser) -> None:
     add_hosts(check, "a Slurm allocation's, else this machine")
     add_host_filter(check)
     add_connection_options(check)
+    check.add_argument("-v", "--verbose", action="store_true", help="show all checks, not only those with a problem")
     check.add_argument("--json", action="store_true", help="print all results as JSON")
     check.add_argument(
         "script", nargs="?", metavar="SCRIPT", help="also compare this script on all hosts, such as train.py"
@@ -153,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print(msgspec.json.encode(report).decode())
         else:
-            _print_report(report)
+            _print_report(report, every_column=options.verbose)
     return 0 if report.fit else 3
 
 
@@ -161,9 +162,10 @@ def _say(text: str) -> None:
     get_logger("topo").info("%s", text, extra=PLAIN)
 
 
-def _print_report(report: PreflightReport) -> None:
+def _print_report(report: PreflightReport, *, every_column: bool) -> None:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(table_text(report.hosts, report.checks, report.transport, colour=colour))
+    if table := table_text(report.hosts, report.checks, report.transport, every_column=every_column, colour=colour):
+        print(table)
     for line in report.lines("error"):
         print(f"error: {line}")
     for line in report.lines("warning"):
@@ -177,5 +179,6 @@ def _print_report(report: PreflightReport) -> None:
         for line in (*(f"not used: {what}" for what in network.passed_over), *network.notes):
             print(f"note: {line}")
     bad = len(report.bad_hosts)
-    verdict = f"{bad} of {len(report.hosts)} host(s) not fit" if bad else f"{len(report.hosts)} host(s) fit"
+    every = f"{len(report.hosts)} host{'' if len(report.hosts) == 1 else 's'}"
+    verdict = f"{bad} of {every} unhealthy" if bad else f"{every} healthy"
     print(f"{verdict}, checked in {report.seconds:.1f} s")

@@ -16,7 +16,7 @@ Status = Literal["ok", "warning", "error", "unknown"]
 BY_SEVERITY: tuple[Status, ...] = ("error", "warning", "unknown", "ok")
 CELL_TEXT = {"ok": "ok", "warning": "[yellow]warn[/]", "error": "[bold red]ERROR[/]", "unknown": "[dim]-[/]"}
 
-CHECKS = (
+COLUMNS = (
     "python", "distrib", "mpi", "torch", "cuda", "script", "gpus", "gpu memory",
     "cores", "memory", "shm", "disk", "limits", "clock", "network",
 )  # fmt: skip
@@ -100,7 +100,12 @@ def complete_results(
         found: Results with errors and warnings.
         silent: Hosts that did not reply; their other results are unknown.
         transport: Program that reached the hosts.
+
+    Raises:
+        ValueError: A result belongs to no column of the table.
     """
+    if unknown := {check.check for check in found} - {transport, *COLUMNS}:
+        raise ValueError(f"checks without a column: {', '.join(sorted(unknown))}; add them to COLUMNS")
     cells: dict[tuple[str, str], list[CheckResult]] = {}
     for check in found:
         cells.setdefault((check.host, check.check), []).append(check)
@@ -108,26 +113,35 @@ def complete_results(
     for host in hosts:
         rest: Status = "unknown" if host in silent else "ok"
         logged_in = any(check.host == host and check.check == "python" for check in found)
-        for name in (transport, *CHECKS):
+        for name in (transport, *COLUMNS):
             status: Status = "ok" if name == transport and logged_in else rest
             table += cells.get((host, name)) or [CheckResult(host=host, check=name, status=status)]
     return tuple(table)
 
 
 def table_text(
-    hosts: Sequence[str], results: Sequence[CheckResult], transport: Transport, *, colour: bool = False
+    hosts: Sequence[str],
+    results: Sequence[CheckResult],
+    transport: Transport,
+    *,
+    every_column: bool = False,
+    colour: bool = False,
 ) -> str:
-    """Format the table: a row for each host; hosts with equal rows share one.
+    """Format the table: a row for each host; hosts with equal rows share one. Empty if no column is shown.
 
     Args:
         hosts: All hosts.
         results: Result of `complete_results`.
         transport: Program that reached the hosts.
+        every_column: Show all checks, not only those with an error or a warning.
         colour: Use colours of terminals.
     """
     from rich import console, table  # not at the top: 20 ms, and most launches show no table
 
-    names = (transport, *CHECKS)
+    bad = {check.check for check in results if check.status in ("error", "warning")}
+    names = [name for name in (transport, *COLUMNS) if every_column or name in bad]
+    if not names:
+        return ""
     status: dict[str, dict[str, Status]] = {host: {} for host in hosts}
     for check in results:
         seen = status[check.host].get(check.check, "ok")
@@ -138,7 +152,7 @@ def table_text(
     grid = table.Table(box=None, pad_edge=False, header_style="bold" if colour else "")
     grid.add_column("host", no_wrap=True)
     for name in names:
-        grid.add_column(name.replace(" ", "\n"), justify="center", no_wrap=True)
+        grid.add_column(name, justify="center", no_wrap=True)
     for cells, members in rows.items():
         folded = ",".join(members) if len(members) < 3 else fold_hosts(members)
         grid.add_row(folded, *(CELL_TEXT[cell] for cell in cells))

@@ -71,7 +71,7 @@ def run_checks(inputs: CheckInputs) -> list[CheckResult]:
     Args:
         inputs: Inventories and requirements.
     """
-    return [check for check_all in CHECKS for check in check_all(inputs)]
+    return [check for check_all in HOST_CHECKS for check in check_all(inputs)]
 
 
 def odd_ones(values: Mapping[str, str], own: str | None = None) -> tuple[str, dict[str, str]]:
@@ -451,7 +451,7 @@ def _check_rdma(inputs: CheckInputs) -> Iterator[CheckResult]:
             )  # fmt: skip
 
 
-CHECKS = (
+HOST_CHECKS = (
     _check_duplicates, _check_python, _check_distrib, _check_mpi, _check_torch, _check_cuda, _check_script, _check_gpus,
     _check_gpu_health, _check_gpu_memory, _check_machine, _check_limits, _check_clock, _check_rdma,
 )  # fmt: skip
