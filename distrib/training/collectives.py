@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -51,21 +50,6 @@ def gather_objects(own: T) -> list[T]:
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, own)
     return objects
-
-
-def gather_if_different(own: T) -> list[T]:
-    """Gather one object of every rank if they differ between ranks. Collective.
-
-    Digests are compared first, as the objects may be large and are usually equal.
-
-    Args:
-        own: This rank's object, compared by its `repr`.
-
-    Returns:
-        The objects of all ranks, by rank; an empty list if all are equal.
-    """
-    digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
-    return gather_objects(own) if len(set(digests)) > 1 else []
 
 
 def find_differing(own: Sequence[str]) -> list[bool]:

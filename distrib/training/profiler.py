@@ -387,12 +387,11 @@ class JobProfiler:
         self._for_launcher = bool(text)
         if text:
             request = msgspec.json.decode(text, type=ProfileRequest)
-            self._begin(request, self._send_workload, lambda problem: self._leave(ProfileReply(problem=problem)))
-
-    @property
-    def measures(self) -> bool:
-        """True while a profile is measured."""
-        return self._profiler is not None and not self._profiler.finished
+            self._begin(
+                request,
+                lambda workload, steps: self._leave(ProfileReply(workload=workload, steps=steps)),
+                lambda problem: self._leave(ProfileReply(problem=problem)),
+            )
 
     def begin(self, path: str | os.PathLike[str], *, warmup_steps: int, steps: int) -> None:
         """Begin a profile for the script.
@@ -405,7 +404,7 @@ class JobProfiler:
         Raises:
             TrainingError: A profile is measured already, or the job has several ranks.
         """
-        if self.measures:
+        if self._profiler and not self._profiler.finished:
             raise TrainingError("a profile is being measured already", hint="leave out job.profile() or --profile")
         request = ProfileRequest(name=Path(sys.argv[0] or "script").stem, warmup_steps=warmup_steps, steps=steps)
         self._begin(request, lambda workload, _: write_workload(path, workload))
@@ -446,9 +445,6 @@ class JobProfiler:
             raise TrainingError("a profile is measured on one rank alone", hint="run the script without other ranks")
         self._profiler = Profiler(self._device, request, done, on_failure=on_failure)
         atexit.register(self._at_exit)
-
-    def _send_workload(self, workload: Workload, steps: int) -> None:
-        self._leave(ProfileReply(workload=workload, steps=steps))
 
     def _leave(self, reply: ProfileReply) -> None:
         """Send the reply and end the script."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from distrib.errors import TrainingError
 from distrib.training.checksums import sequence_digest
-from distrib.training.collectives import gather_if_different
+from distrib.training.collectives import gather_objects
 
 SEED_HINT = "call torch.manual_seed(SEED) before random_split on every rank, or pass it a seeded generator"
 _INDICES = "Subset.indices"
@@ -29,7 +29,7 @@ def check_identical(things: Sequence[Any], **options: Any) -> None:
         TrainingError: On every rank, if one rank differs from rank 0.
     """
     own = [*map(_describe, things), ("the options of job.prepare", *(f"{k}={v!r}" for k, v in options.items()))]
-    described = gather_if_different(own)
+    described = gather_objects(own)
     for rank, other in enumerate(described):
         if other != described[0]:
             difference = _first_difference(described[0], other)
