@@ -94,9 +94,10 @@ def _first_difference(first: Sequence[tuple[str, ...]], other: Sequence[tuple[st
     kinds, other_kinds = (" and ".join(kind for kind, *_ in every[:-1]) for every in (first, other))
     if kinds != other_kinds:
         return f"{other_kinds or 'nothing'}, not {kinds or 'nothing'}"
-    return next(
+    differences = (
         f"in {one[0]}, {b.strip()}, not {a.strip()}"
-        for one, two in zip(first, other, strict=True)
-        for a, b in zip(one, two, strict=True)
+        for one, two in zip(first, other, strict=False)
+        for a, b in zip(one, two, strict=False)
         if a != b
     )
+    return next(differences, "another kind of dataset")
