@@ -88,8 +88,8 @@ class Detected:
         clock = types.SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
         monkeypatch.setattr(hang_detector, "time", clock)
         self.said: list[str] = []
-        plan, console = types.SimpleNamespace(hosts=(), network=""), types.SimpleNamespace(say=self.said.append)
-        self.detector = hang_detector.HangDetector(plan, timeout_seconds, lambda *_: None, console, [])
+        console = types.SimpleNamespace(say=self.said.append)
+        self.detector = hang_detector.HangDetector(timeout_seconds, lambda *_: None, console, [])
         self._ranks = [
             types.SimpleNamespace(plan=types.SimpleNamespace(rank=rank, host="n1"), exit=None, step=5,
                                   closing=closing and rank == 1, is_worker=True, error_log="log")
@@ -213,7 +213,7 @@ def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
 
 
 @pytest.mark.cluster
-def test_hosts_that_no_longer_reach_each_other_are_named(make_cluster, tmp_path):
+def test_ranks_that_no_longer_reach_each_other_wait_for_all(make_cluster, tmp_path):
     cluster = make_cluster(4)
     words = ["-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--hang-timeout", "5s", GLOO, "0:nothing"]
     process = cluster.popen("n1", [LAUNCH, *words], env={"OMP_NUM_THREADS": "1"})
@@ -223,10 +223,7 @@ def test_hosts_that_no_longer_reach_each_other_are_named(make_cluster, tmp_path)
     assert process.returncode == 1, err
     assert re.search(r"all 4 ranks wait in .*; is the network up\?", err), err
     result = json.loads((tmp_path / "run/result.json").read_text())
-    for host, other in (("n2", "n3"), ("n3", "n2")):
-        told = f"{host}: network: {other} cannot reach it at {cluster.address(host)} (timed out)"
-        assert f"warning: {told}" in err and any(told in warning for warning in result["warnings"]), err
-    assert not re.search("warning: n[14]", err)
+    assert "distrib-topo check" in err
     assert result["first_failure"]["message"].startswith("no progress for 5 s: all 4 ranks wait")
     assert cluster.left_over(within_seconds=6) == {}
 

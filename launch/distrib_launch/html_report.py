@@ -115,8 +115,6 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
         parts.append(
             f"<p>Capped by {escape(predicted.cap.link)}, {units.rate_text(predicted.cap.bandwidth_bytes_per_second)}.</p>"
         )
-    if predicted and measured:
-        parts.append(_bars({"predicted": predicted, "measured": measured}))
     if measured and measured.links:
         links = [
             (f"{link.source} to {link.target}", units.rate_text(link.bytes_per_second),
@@ -125,28 +123,6 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
         ]  # fmt: skip
         parts += ["<h2>Links, slowest first</h2>", _table(("", "carried", "expected"), links, numbers=(1, 2))]
     return parts
-
-
-def _bars(sides: dict[str, Any]) -> str:
-    """Draw computing and waiting in a step, predicted above measured."""
-    width, left = 640, 90
-    scale = (width - left) / max(side.step_seconds for side in sides.values())
-    drawn = []
-    for row, (name, side) in enumerate(sides.items()):
-        top = 8 + 34 * row
-        compute = side.compute_seconds * scale
-        wait = max(0.0, side.step_seconds - side.compute_seconds) * scale
-        drawn.append(f'<text x="0" y="{top + 17}" font-size="13" fill="#1f2933">{name}</text>')
-        drawn.append(
-            f'<rect x="{left}" y="{top}" width="{compute:.1f}" height="24" fill="#33658a"><title>computing</title></rect>'
-        )
-        drawn.append(
-            f'<rect x="{left + compute:.1f}" y="{top}" width="{wait:.1f}" height="24" fill="#b5523b"><title>waiting</title></rect>'
-        )
-    return (
-        f'<figure><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 80" width="{width}" role="img">{"".join(drawn)}</svg>'
-        '<figcaption class="grey">computing (blue) and waiting for other ranks (red) in a step</figcaption></figure>'
-    )
 
 
 def _metrics(path: Path) -> list[str]:

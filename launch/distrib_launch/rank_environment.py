@@ -11,31 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from distrib import environment as env
 from distrib import strategy as strategies
-from distrib.environment import (
-    DISTRIB_ADDRESS,
-    DISTRIB_JOB,
-    DISTRIB_MODE,
-    DISTRIB_RESTARTED,
-    DISTRIB_RUN_DIR,
-    DISTRIB_SERVER,
-    DISTRIB_SERVERS,
-    DISTRIB_STRATEGY,
-    GROUP_RANK,
-    GROUP_WORLD_SIZE,
-    LOCAL_RANK,
-    LOCAL_WORLD_SIZE,
-    MASTER_ADDR,
-    MASTER_PORT,
-    RANK,
-    ROLE_RANK,
-    ROLE_WORLD_SIZE,
-    TORCHELASTIC_MAX_RESTARTS,
-    TORCHELASTIC_RESTART_COUNT,
-    TORCHELASTIC_RUN_ID,
-    TORCHRUN_VARIABLES,
-    WORLD_SIZE,
-)
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +65,7 @@ def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) ->
         name, equals, value = item.partition("=")
         if not name or any(c in name for c in " \t\n\0"):
             raise ConfigError(f"-x {item}: not a variable name", hint="write -x NAME or -x NAME=VALUE")
-        if name in TORCHRUN_VARIABLES or name.startswith("DISTRIB_"):
+        if name in env.TORCHRUN_VARIABLES or name.startswith("DISTRIB_"):
             raise ConfigError(f"-x {name}: the launcher sets this variable itself, for each rank", hint="leave it out")
         if not equals and name not in environ:
             raise ConfigError(f"-x {name}: this variable is not set here", hint=f"set it, or write -x {name}=VALUE")
@@ -120,24 +97,24 @@ def planned(
         "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed
         "PYTHONFAULTHANDLER": "1",  # the Python stack of a crash; Open MPI then leaves out its C stack
         **options.environment,
-        WORLD_SIZE: str(workers),
-        ROLE_WORLD_SIZE: str(workers if server is None else sum(host.servers for host in hosts)),
-        GROUP_WORLD_SIZE: str(len(hosts)),
-        TORCHELASTIC_RUN_ID: options.run or options.job,
-        TORCHELASTIC_RESTART_COUNT: str(options.restarts),
-        TORCHELASTIC_MAX_RESTARTS: str(options.max_restarts),
-        DISTRIB_JOB: options.job,
-        DISTRIB_MODE: options.strategy.mode,
-        DISTRIB_STRATEGY: strategies.encode_strategy(options.strategy),
-        DISTRIB_RUN_DIR: options.run_dir,
-        RANK: str(rank),
-        LOCAL_RANK: str(local_rank),
-        LOCAL_WORLD_SIZE: str(host.workers if server is None else host.ranks),
-        GROUP_RANK: str(group),
-        ROLE_RANK: str(rank if server is None else server),
+        env.WORLD_SIZE: str(workers),
+        env.ROLE_WORLD_SIZE: str(workers if server is None else sum(host.servers for host in hosts)),
+        env.GROUP_WORLD_SIZE: str(len(hosts)),
+        env.TORCHELASTIC_RUN_ID: options.run or options.job,
+        env.TORCHELASTIC_RESTART_COUNT: str(options.restarts),
+        env.TORCHELASTIC_MAX_RESTARTS: str(options.max_restarts),
+        env.DISTRIB_JOB: options.job,
+        env.DISTRIB_MODE: options.strategy.mode,
+        env.DISTRIB_STRATEGY: strategies.encode_strategy(options.strategy),
+        env.DISTRIB_RUN_DIR: options.run_dir,
+        env.RANK: str(rank),
+        env.LOCAL_RANK: str(local_rank),
+        env.LOCAL_WORLD_SIZE: str(host.workers if server is None else host.ranks),
+        env.GROUP_RANK: str(group),
+        env.ROLE_RANK: str(rank if server is None else server),
     }
     if server is not None:
-        environment[DISTRIB_SERVER] = str(server)
+        environment[env.DISTRIB_SERVER] = str(server)
         if "OMP_NUM_THREADS" not in options.environment:
             environment["OMP_NUM_THREADS"] = "1"  # OpenMP threads would spin beside the workers
     return environment
@@ -170,11 +147,11 @@ def complete(
         address: Address of this rank's host for other hosts; None if the job has one host.
         interface: Interface to use if preflight chose none.
     """
-    added = {MASTER_ADDR: main[0], MASTER_PORT: str(main[1])}
+    added = {env.MASTER_ADDR: main[0], env.MASTER_PORT: str(main[1])}
     if servers:
-        added[DISTRIB_SERVERS] = ",".join(f"{host}:{port}" for host, port in servers)
+        added[env.DISTRIB_SERVERS] = ",".join(f"{host}:{port}" for host, port in servers)
     if address is not None:
-        added[DISTRIB_ADDRESS] = address
+        added[env.DISTRIB_ADDRESS] = address
     return {**socket_interface(interface), **environment, **added}
 
 
@@ -184,4 +161,4 @@ def restarted(environment: Mapping[str, str]) -> dict[str, str]:
     Args:
         environment: Environment of the first process.
     """
-    return {**environment, DISTRIB_RESTARTED: "1"}
+    return {**environment, env.DISTRIB_RESTARTED: "1"}

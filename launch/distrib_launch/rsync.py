@@ -161,34 +161,23 @@ def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, st
     The output is examined before the exit code: rsync reports its own code (12) if ssh or the shell had not ended yet when
     rsync found its connection closed.
     """
+    connect = f"try: {shlex.join([*ssh, host, 'true'])}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    messages = [line for line in lines if not line.startswith("rsync error")] or lines
-    if not messages:
-        return f"rsync exited with code {code} and no message", f"try: {shlex.join([*ssh, host, 'true'])}"
-    install = f"install rsync on {host}, or keep the folder on a file system that every host shares"
-    hints = {
-        r"(?i)rsync: (command |applet )?not found|(command not found|unknown command):? '?rsync": install,
-        "No space left": f"free disk space on {host}",
-        r"^rsync: (\[sender\] (?!Failed to exec)|send_files |opendir |link_stat |readlink_stat).*Permission denied \(13\)$": (
-            "make it readable to your user, or take it out of the folder"
-        ),
-        r"^rsync: (?!.*Failed to exec).*(Permission denied|Read-only file system) \(\d+\)$|^mkdir: ": (
-            f"choose a folder that your user may write to on {host}"
-        ),
-    }
-    for pattern, hint in hints.items():
-        for line in messages:
-            if re.search(pattern, line):
-                return line, hint
-    others = [line for line in messages if not line.startswith("rsync:")]  # banners and warnings, then the error
-    if code == 127:
-        return (others or messages)[-1], install
-    own = [line for line in messages if line.startswith("rsync:") and not re.search(ABOUT_THE_CONNECTION, line)]
-    if own:
-        return own[0], f"rsync's exit code is {code}"
-    if code in (10, 12, 30, 35, 255):  # a broken connection: rsync(1), EXIT VALUES, and ssh's 255
-        return (others or messages)[-1], f"try: {shlex.join([*ssh, host, 'true'])}"
-    return messages[-1], f"rsync's exit code is {code}"
+    lines = [line for line in lines if not line.startswith("rsync error")] or lines
+    if not lines:
+        return f"rsync exited with code {code} and no message", connect
+    missing = [line for line in lines if "rsync" in line and re.search(r"(?i)not found|unknown command", line)]
+    remote = [line for line in lines if not line.startswith("rsync:")]  # banners and warnings, then the error
+    if missing or code == 127:
+        line = (missing or remote or lines)[-1]
+        return line, f"install rsync on {host}, or keep the folder on a file system that every host shares"
+    for line in lines:
+        if line.startswith("mkdir:"):
+            return line, f"choose a folder that your user may write to on {host}"
+        if line.startswith("rsync:") and not re.search(ABOUT_THE_CONNECTION, line):
+            return line, f"rsync's exit code is {code}"
+    is_lost = code in (10, 12, 30, 35, 255)  # rsync(1), EXIT VALUES, and ssh's 255
+    return (remote or lines)[-1], connect if is_lost else f"rsync's exit code is {code}"
 
 
 def _stat(what: str, text: str) -> int:

@@ -125,8 +125,6 @@ def query_plan_hosts(
     remote: RemoteShell,
     sessions: HostSessions,
     say: Callable[[str], None],
-    *,
-    in_processes: bool = False,
 ) -> HostReplies:
     """Query hosts of a plan in parallel, each with its own interpreter.
 
@@ -140,7 +138,6 @@ def query_plan_hosts(
         remote: Program that reaches hosts.
         sessions: Owner of the connections.
         say: Called with notices about hosts that take long.
-        in_processes: Query this machine by a process too, which can be ended.
     """
     began = time.monotonic()
     python = plan.script[0]
@@ -157,8 +154,7 @@ def query_plan_hosts(
         )
         for host in hosts
     ]  # fmt: skip
-    own_python = "" if in_processes else python
-    by_host = query_hosts(queries, remote, own_python, is_here if directly else lambda _: False, sessions, say)
+    by_host = query_hosts(queries, remote, python, is_here if directly else lambda _: False, sessions, say)
     own = {host for host, reply in by_host.items() if known[host] or _is_this_machine(reply, local)}
     return HostReplies(
         transport=remote.transport,

@@ -1,4 +1,4 @@
-"""Preflight queries after the start of a job: of hosts that did not start their ranks, and during a hang."""
+"""Preflight queries of hosts that did not start their ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import msgspec
 from distrib.errors import PreflightError
 from distrib_launch import engines
 from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.preflight.check_result import fold_by_host
-from distrib_launch.preflight.connectivity import ProbeTarget, connect_all, explain_host_failures
+from distrib_launch.preflight.connectivity import connect_all
 from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.preflight.preflight import (
     evaluate,
@@ -44,35 +43,3 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None])
         replies = msgspec.structs.replace(replies, rounds=(tested,))
     report = evaluate(replies, requirements, question=question, interface=None, environ=os.environ)
     return report.refusal() if report.errors else None
-
-
-RUNTIME_CHECKS = ("ssh", "srun", "cuda", "gpus", "network")
-"""Checks whose failure during the job makes other ranks wait."""
-
-
-def recheck(plan: LaunchPlan, sessions: HostSessions) -> list[str]:
-    """Query the hosts of a running job, test their connections, and return errors and warnings about GPUs and the network.
-
-    Args:
-        plan: Plan of the job.
-        sessions: Owner of new connections.
-    """
-    remote = engines.shell_to_hosts(plan)
-    assert remote
-    question = question_of(plan)
-    replies = query_plan_hosts(plan, plan.hosts, question, remote, sessions, lambda _: None, in_processes=True)
-    targets = [
-        ProbeTarget(host=host.name, addresses=(host.address,), ports=ports)
-        for host in plan.hosts
-        if host.address and (ports := replies.by_host[host.name].ports)
-    ]
-    hosts = [host.name for host in plan.hosts if replies.by_host[host.name].inventory]
-    tested = connect_all(targets, hosts, None, sessions)
-    requirements = requirements_of(plan, replies, os.environ)
-    checks = evaluate(replies, requirements, question=question, interface=None, environ={}).checks
-    found = [
-        check
-        for check in (*explain_host_failures(tested), *checks)
-        if check.status in ("error", "warning") and check.check in RUNTIME_CHECKS
-    ]
-    return fold_by_host((check.host, str(check)) for check in found)

@@ -30,14 +30,6 @@ class ExitReporter:
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)  # registered first, so that it runs last
 
-    def on_system_exit(self, code: object) -> None:
-        """Note the exit code of `sys.exit`.
-
-        Args:
-            code: Its argument.
-        """
-        self.exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
-
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         while traceback and traceback.tb_frame.f_code.co_filename.startswith((FOLDER, "<frozen runpy>")):
             traceback = traceback.tb_next
@@ -83,7 +75,7 @@ def has_joined_others() -> bool:
     )
 
 
-def headline(error: BaseException) -> str:
+def _headline(error: BaseException) -> str:
     """Return `Type: message` in one line, with the place of a SyntaxError and the last error of NCCL.
 
     Args:
@@ -112,7 +104,7 @@ def _write_error_file(error: BaseException) -> None:
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
         extra = {"py_callstack": shown[-65536:], "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": headline(error), "extraInfo": extra}}, file)
+            json.dump({"message": {"message": _headline(error), "extraInfo": extra}}, file)
     except Exception:  # out of memory or of open files; stderr has the traceback
         return
 
@@ -155,7 +147,8 @@ def main() -> int:
             return 2
         exec(compile(source, path, "exec", dont_inherit=True), script.__dict__)
     except SystemExit as leaving:
-        reporter.on_system_exit(leaving.code)
+        code = leaving.code
+        reporter.exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
         raise
     return 0
 

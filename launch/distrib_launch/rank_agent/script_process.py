@@ -17,15 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distrib.environment import (
-    DISTRIB_DEVICE,
-    DISTRIB_EVENTS_FD,
-    DISTRIB_PROCESS_TAG,
-    DISTRIB_RESULT_FD,
-    DISTRIB_SERVER,
-    DISTRIB_STATUS_FD,
-    TORCHELASTIC_ERROR_FILE,
-)
+from distrib import environment as env
 from distrib.utils.mpi_env import RankIdentity
 from distrib.utils.ranges import ranges
 from distrib.utils.rlimits import raise_open_files
@@ -69,8 +61,8 @@ class ScriptProcess:
         on_output: Callable[[Kind, bytes], None],
     ) -> None:
         self._selector, self._on_output = selector, on_output
-        self._tag = environ[DISTRIB_PROCESS_TAG] = assignment.tag
-        self.device, gpus = choose_device(assignment, environ, identity)
+        self._tag = environ[env.DISTRIB_PROCESS_TAG] = assignment.tag
+        self.device, gpus = _choose_device(assignment, environ, identity)
         share = affinity.share_of(
             affinity.read_machine(), identity.local_rank, assignment.cpu_sharers, environ, assignment.bind,
             on_gpus=gpus > 0,
@@ -82,7 +74,7 @@ class ScriptProcess:
         self._events: socket.socket | None = None
         # The script opens the file through /proc of this process, so that it inherits no descriptor.
         self._error_file = os.memfd_create("distrib-error")
-        environ[TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
+        environ[env.TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
         self.started = time.time()
         self._memory = OutOfMemory()
         with self._pipes(assignment, environ) as (status, passed):
@@ -120,17 +112,17 @@ class ScriptProcess:
         os.set_blocking(script_status, False)
         with contextlib.suppress(OSError):  # the kernel limits the pipe memory of a user
             fcntl.fcntl(status, fcntl.F_SETPIPE_SZ, 1 << 16)
-        environ[DISTRIB_STATUS_FD] = str(script_status)
+        environ[env.DISTRIB_STATUS_FD] = str(script_status)
         passed = [script_status]
         if assignment.keep_result:
             self._result = os.memfd_create("distrib-result")
-            environ[DISTRIB_RESULT_FD] = str(self._result)
+            environ[env.DISTRIB_RESULT_FD] = str(self._result)
             passed.append(self._result)
         script_events: socket.socket | None = None
-        if DISTRIB_SERVER in environ:
+        if env.DISTRIB_SERVER in environ:
             self._events, script_events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._events.setblocking(False)
-            environ[DISTRIB_EVENTS_FD] = str(script_events.fileno())
+            environ[env.DISTRIB_EVENTS_FD] = str(script_events.fileno())
             passed.append(script_events.fileno())
         try:
             yield status, passed
@@ -276,20 +268,8 @@ class ScriptProcess:
             self._events.close()
 
 
-def choose_device(assignment: Assignment, environ: dict[str, str], identity: RankIdentity) -> tuple[str, int]:
-    """Choose the device of a rank, and set the variables that depend on it.
-
-    Args:
-        assignment: Assignment of the rank.
-        environ: Environment of the script, which is changed.
-        identity: Number of the rank.
-
-    Returns:
-        `cpu` or `cuda:N`, and the number of GPUs that the host shows the job.
-
-    Raises:
-        Refused: The host has fewer GPUs than planned.
-    """
+def _choose_device(assignment: Assignment, environ: dict[str, str], identity: RankIdentity) -> tuple[str, int]:
+    """Choose the device of a rank (`cpu` or `cuda:N`), and set the variables that depend on it. Return also the job's GPUs here."""
     host = socket.gethostname()
     gpus = affinity.count_gpus(environ)
     if gpus and assignment.gpus is not None:
@@ -307,7 +287,7 @@ def choose_device(assignment: Assignment, environ: dict[str, str], identity: Ran
             f"{identity.local_world_size} rank(s); give the host fewer slots, or run on its CPUs with "
             "-x CUDA_VISIBLE_DEVICES="
         )
-    environ[DISTRIB_DEVICE] = device
+    environ[env.DISTRIB_DEVICE] = device
     if gpus:  # number GPUs as nvidia-smi does; CUDA's default puts the fastest first
         environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if device == "cpu":

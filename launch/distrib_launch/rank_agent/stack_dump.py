@@ -17,12 +17,7 @@ _ACCELERATORS = "/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg", "/dev/accel",
 
 
 class StackDumper:
-    """Dumper of stacks, which runs py-spy in the background.
-
-    Args:
-        selector: Selector of the agent's loop.
-        on_dump: Called with the stacks as JSON, or with an error message.
-    """
+    """Dumper of stacks, which runs py-spy in the background."""
 
     def __init__(self, selector: selectors.BaseSelector, on_dump: Callable[[bytes], None]) -> None:
         self._selector, self._on_dump = selector, on_dump

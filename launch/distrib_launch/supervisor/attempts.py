@@ -96,15 +96,7 @@ class _TimeLimitReached(Exception):
 
 
 class AttemptLoop:
-    """Loop that starts a job, and restarts it when it fails.
-
-    Args:
-        options: Options of the launch.
-        console: Terminal of the launcher.
-        plan_launch: Plans a restart, or the same start without some hosts.
-        script_input: Standard input of the scripts.
-        input_ranks: Ranks that get it, None for all.
-    """
+    """Loop that starts a job, and restarts it when it fails."""
 
     def __init__(
         self,

@@ -123,12 +123,7 @@ class ToleranceRules(NamedTuple):
 
 
 class FaultTolerance:
-    """Fault tolerance of a running job: restarts ranks that died, or continues without them.
-
-    Args:
-        job: State of the job.
-        send: Sends a frame to a rank.
-    """
+    """Fault tolerance of a running job: restarts ranks that died, or continues without them."""
 
     def __init__(self, job: JobState, send: Callable[[RankState, Kind, dict[str, Any]], None]) -> None:
         self._job, self._send = job, send

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from distrib_launch import engines, results
+from distrib_launch import results
 from distrib_launch.console import Console
-from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.preflight import running_job
-from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.hang_report import HangReport, Stack, parse_stack
 from distrib_launch.supervisor.rank_state import RankState
@@ -32,8 +28,6 @@ class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shortest timeout until a rank writes to standard output or reports a step: imports from a network file system are slow."""
     stacks_seconds: float = 3.0
     """Longest wait for the stacks of all ranks; py-spy takes a second."""
-    recheck_seconds: float = 20.0
-    """Longest check of the network during a hang; a host that hangs does not reply."""
 
 
 SETTINGS = HangSettings()
@@ -43,7 +37,6 @@ class HangDetector:
     """Detector of hangs: takes the stacks of all workers when none makes progress, and reports which ranks wait for which.
 
     Args:
-        plan: Plan of the job.
         timeout_seconds: Time without progress after which the job fails; None: the hang is only reported.
         send: Sends a frame to a rank.
         console: Terminal of the launcher.
@@ -53,19 +46,16 @@ class HangDetector:
 
     def __init__(
         self,
-        plan: LaunchPlan,
         timeout_seconds: float | None,
         send: Callable[[RankState, Kind, dict[str, Any]], None],
         console: Console,
         warnings: list[str],
         settings: HangSettings = SETTINGS,
     ) -> None:
-        self._plan, self._send, self._console, self._warnings = plan, send, console, warnings
+        self._send, self._console, self._warnings = send, console, warnings
         self._settings = settings
         self._ends_job = bool(timeout_seconds)
         self._timeout_seconds = timeout_seconds or settings.notice_seconds
-        self._recheck: NetworkRecheck | None = None
-        self._failure: results.Failure | None = None  # the job ends with it after the check of the network
         self._is_starting = True
         self._closed_reported = self._hinted = False
         self.start()
@@ -82,7 +72,6 @@ class HangDetector:
             to_stderr: True for standard error, where libraries also write while a script starts.
         """
         self._is_starting = self._is_starting and to_stderr
-        self._failure = None
         self._reset(time.monotonic())
 
     def _reset(self, now: float) -> None:
@@ -102,12 +91,6 @@ class HangDetector:
         if self._stacks is not None:
             self._stacks[state.plan.rank] = parse_stack(state, dump)
 
-    def close(self) -> None:
-        """Cancel a check of the network that still runs."""
-        if self._recheck:
-            self._recheck.close()
-            self._recheck = None
-
     def check(self, now: float, ranks: Sequence[RankState]) -> results.Failure | None:
         """Request stacks if a check is due, and report a hang when they have arrived. Call several times a second.
 
@@ -118,12 +101,6 @@ class HangDetector:
         Returns:
             The failure by which the job must end, or None.
         """
-        if self._recheck:
-            if (found := self._recheck.result()) is None:
-                return None
-            self._report_recheck(found)
-            if self._failure:
-                return self._failure
         workers = [state for state in ranks if not state.exit and state.is_worker]
         silent_seconds = now - self._last_progress
         if silent_seconds > self._settings.hint_seconds and not self._hinted and not self._closed_reported:
@@ -169,15 +146,13 @@ class HangDetector:
         return some_closed and not self._closed_reported and silent_seconds > self._closed_seconds
 
     def _report_hang(self, report: HangReport, ranks: Sequence[RankState]) -> results.Failure | None:
-        """Report a hang. Return the failure if the job must end now; a check of the network delays it."""
+        """Report a hang. Return the failure if the job must end."""
         lines = report.lines(self._limit_seconds)
         self._say(lines, ends=self._ends_job)
-        if report.all_wait and not self._recheck and NetworkRecheck.is_possible(self._plan):
-            self._recheck = NetworkRecheck(self._plan, self._settings.recheck_seconds)
         if not self._ends_job:
             return None
         first = (report.culprits or report.stacks)[0]
-        failure = results.Failure(
+        return results.Failure(
             rank=first.rank,
             host=first.host,
             time=time.time(),
@@ -185,10 +160,6 @@ class HangDetector:
             traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in first.frames),
             log=str(ranks[first.rank].error_log),
         )
-        if self._recheck:
-            self._failure = failure
-            return None
-        return failure
 
     def _say(self, lines: Sequence[str], *, ends: bool) -> None:
         """Print a report, and announce what follows if the job does not end now."""
@@ -200,52 +171,3 @@ class HangDetector:
                 if self._ends_job
                 else "the job continues; --hang-timeout TIME ends it"
             )
-
-    def _report_recheck(self, problems: Sequence[str]) -> None:
-        self.close()
-        for line in problems or ["the hosts were checked again, and all reach each other over TCP"]:
-            self._console.say(f"warning: {line}")
-        self._warnings += problems
-
-
-class NetworkRecheck:
-    """Preflight of the hosts and their network, repeated in a thread while all ranks of the job wait.
-
-    Args:
-        plan: Plan of the job.
-        timeout_seconds: Longest time of the check.
-    """
-
-    def __init__(self, plan: LaunchPlan, timeout_seconds: float) -> None:
-        self._plan, self._timeout_seconds = plan, timeout_seconds
-        self._connections = HostSessions()
-        self._problems: list[str] | None = None
-        self._deadline = time.monotonic() + timeout_seconds
-        self._thread = threading.Thread(target=self._check, name="network recheck", daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def is_possible(plan: LaunchPlan) -> bool:
-        """Return True if preflight checked the network between the hosts before the start.
-
-        Args:
-            plan: Plan of the job.
-        """
-        return len(plan.hosts) > 1 and bool(plan.network) and engines.shell_to_hosts(plan) is not None
-
-    def result(self) -> list[str] | None:
-        """Return the problems, an empty list for none, None while the check runs."""
-        if self._problems is None and time.monotonic() > self._deadline:
-            return [f"the hosts were checked again, and did not all reply within {self._timeout_seconds:.0f} s"]
-        return self._problems
-
-    def close(self) -> None:
-        """End the check."""
-        self._connections.close()
-        self._thread.join(1.0)  # not longer: a lost GPU or file system of this machine may block the thread
-
-    def _check(self) -> None:
-        try:
-            self._problems = running_job.recheck(self._plan, self._connections)
-        except Exception as error:  # no error may end the job; closed connections raise as well
-            self._problems = [f"the hosts could not be checked again: {error}"]

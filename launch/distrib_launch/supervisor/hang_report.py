@@ -50,14 +50,6 @@ class StackFrame(msgspec.Struct, frozen=True, kw_only=True):
         """Return the function's name without its class, which py-spy shows from Python 3.11 on."""
         return self.name.rpartition(".")[2]
 
-    def is_in(self, files: Sequence[str]) -> bool:
-        """Return True if the path of its file contains one of some fragments.
-
-        Args:
-            files: Fragments of paths.
-        """
-        return any(file in self.filename for file in files)
-
     def source_line(self) -> str:
         """Return the text of its line, empty if the file cannot be read here."""
         return linecache.getline(self.filename, self.line)
@@ -81,14 +73,6 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why there are no frames; empty if there are."""
     closing: bool = False
     """True if the rank reported the end of its script."""
-
-    def passes(self, *files: str) -> bool:
-        """Return True if a call on the stack is in one of some files.
-
-        Args:
-            *files: Fragments of paths.
-        """
-        return any(frame.is_in(files) for frame in self.frames)
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,11 +129,11 @@ def place_of(stack: Stack) -> RankPlace:
     Args:
         stack: Stack of the rank.
     """
-    if stack.closing and (stack.problem or stack.passes(SHUTDOWN_FILE)):
+    if stack.closing and (stack.problem or _passes(stack, SHUTDOWN_FILE)):
         return AT_END
     if stack.problem:
         return RankPlace(waits=False, what=f"an unknown place: {stack.problem}")
-    own = next((i for i, frame in enumerate(stack.frames) if not frame.is_in(LIBRARY_FILES)), None)
+    own = next((i for i, frame in enumerate(stack.frames) if not _is_in(frame, LIBRARY_FILES)), None)
     where = ""
     if own is not None:
         frame = stack.frames[own]
@@ -158,7 +142,7 @@ def place_of(stack: Stack) -> RankPlace:
         what = "a stop by a signal or a debugger (Ctrl-Z, SIGSTOP; kill -CONT lets it go on)"
     elif awaited := _awaited_ranks(stack, own):
         return RankPlace(waits=True, what=awaited, where=where)
-    elif stack.passes(*LOADER_FILES):
+    elif _passes(stack, *LOADER_FILES):
         what = "the data loader"
     elif _waits_for_gpu(stack):
         return RankPlace(waits=True, what=GPU_WAIT, where=where)
@@ -169,23 +153,31 @@ def place_of(stack: Stack) -> RankPlace:
     return RankPlace(waits=False, what=what, where=where)
 
 
+def _is_in(frame: StackFrame, files: Sequence[str]) -> bool:
+    return any(file in frame.filename for file in files)
+
+
+def _passes(stack: Stack, *files: str) -> bool:
+    return any(_is_in(frame, files) for frame in stack.frames)
+
+
 def _awaited_ranks(stack: Stack, own: int | None) -> str:
     """Return the call in which a rank waits for other ranks, empty for none. `own` is the index of the script's innermost frame."""
     if not stack.frames:
         return ""
     inner = stack.frames[:own]
     if not stack.running:
-        if stack.passes(*SERVER_FILES):
+        if _passes(stack, *SERVER_FILES):
             return "a wait for the parameter servers"
-        if stack.frames[0].is_in((LOCAL_SGD_FILE,)):
+        if _is_in(stack.frames[0], (LOCAL_SGD_FILE,)):
             return "the average of all ranks (mode local)"
-        if stack.passes(RENDEZVOUS_FILE):
+        if _passes(stack, RENDEZVOUS_FILE):
             return "distrib.init, for the other ranks"
     for frame in inner:
-        if frame.is_in(COLLECTIVE_FILES) and not frame.function.startswith("_") and frame.function != "wrapper":
+        if _is_in(frame, COLLECTIVE_FILES) and not frame.function.startswith("_") and frame.function != "wrapper":
             return frame.name
     backward = any(frame.function == "_engine_run_backward" for frame in inner)
-    if backward and not stack.running and not stack.passes(*LOADER_FILES):
+    if backward and not stack.running and not _passes(stack, *LOADER_FILES):
         return "the backward pass, for gradients"
     call = COLLECTIVE_CALL.search(stack.frames[0].source_line()) if own == 0 else None
     return call[0] if call else ""
@@ -195,15 +187,11 @@ def _waits_for_gpu(stack: Stack) -> bool:
     if not stack.gpu or not stack.frames:
         return False
     inner = stack.frames[0]
-    return inner.is_in(GPU_FILES) or any(call in inner.source_line() for call in GPU_CALLS)
+    return _is_in(inner, GPU_FILES) or any(call in inner.source_line() for call in GPU_CALLS)
 
 
 class HangReport:
-    """Report on a hang, from the stacks of all workers.
-
-    Args:
-        stacks: Their stacks, at least one.
-    """
+    """Report on a hang, from the stacks of all workers."""
 
     def __init__(self, stacks: Sequence[Stack]) -> None:
         self.stacks = stacks
@@ -232,11 +220,6 @@ class HangReport:
         return behind if len(behind) < len(stacks) else []
 
     @property
-    def all_wait(self) -> bool:
-        """Return True if every rank waits for other ranks; the network may have failed."""
-        return not self.culprits and not self._is_unreadable
-
-    @property
     def waits_for_closed(self) -> bool:
         """Return True if all other ranks wait for ranks at the end of their script, which make no further collective call."""
         others = {place: members for place, members in self._groups.items() if place != AT_END}
@@ -263,6 +246,8 @@ class HangReport:
             lines.append(
                 "  let all ranks leave their loops after as many steps; decide by a mean such as job.all_reduce(loss)"
             )
+        if not self.culprits and not self._is_unreadable:
+            lines.append("  distrib-topo check tests the hosts and the network between them")
         return lines
 
     def _conclusion(self) -> str:

@@ -35,13 +35,7 @@ LIVENESS = LivenessSettings()
 
 
 class HostProbe:
-    """Probe of one host: tries to connect until the host answers or the time is over.
-
-    Args:
-        address: Address of the host.
-        ports: Ports to try in turn.
-        now: Monotonic time.
-    """
+    """Probe of one host: tries to connect until the host answers or the time is over."""
 
     def __init__(self, address: str, ports: Sequence[int], now: float) -> None:
         self._address, self._ports, self._begun = address, ports, now
@@ -93,11 +87,7 @@ class HostProbe:
 
 
 class HostLiveness:
-    """Liveness of all watched hosts.
-
-    Args:
-        silence_seconds: Silence after which a host is probed.
-    """
+    """Liveness of all watched hosts."""
 
     def __init__(self, silence_seconds: float) -> None:
         self.silence_seconds = silence_seconds

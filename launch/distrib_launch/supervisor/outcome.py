@@ -18,12 +18,7 @@ from distrib_launch.supervisor.rank_state import SETTINGS, JobState
 
 
 class JobOutcome:
-    """Outcome of one start of a job.
-
-    Args:
-        job: State of the job.
-        tolerance: Its fault tolerance.
-    """
+    """Outcome of one start of a job."""
 
     def __init__(self, job: JobState, tolerance: FaultTolerance) -> None:
         self._job, self._tolerance = job, tolerance

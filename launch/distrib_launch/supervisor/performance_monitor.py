@@ -24,8 +24,6 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     min_slowdown_fraction: float = 0.15
     """Relative excess over the predicted step time that causes a warning; steps vary by half of it."""
-    min_reported_fraction: float = 0.02
-    """Fraction of a step that slow computing must cost to be reported."""
     slow_link_fraction: float = 0.7
     """Fraction of its expected rate below which a link is reported."""
     similar_link_factor: float = 2.0
@@ -53,13 +51,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PerformanceMonitor:
-    """Monitor of the performance: collects the reports of the workers.
-
-    Args:
-        plan: Plan of the job.
-        warn: Called with each warning.
-        host_of: Returns the host with an address, None if it is unknown.
-    """
+    """Monitor of the performance: collects the reports of the workers."""
 
     def __init__(self, plan: LaunchPlan, warn: Callable[[str], None], host_of: Callable[[str], str | None]) -> None:
         self._plan = plan
@@ -185,10 +177,6 @@ class PerformanceMonitor:
         is_most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
         if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and is_most:
             predicted = f" (predicted {forecast.predicted.efficiency:.0%})" if forecast else ""
-            rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
-            computing = f"rank {seen.slowest_rank} computing longer than {'predicted' if forecast else 'most'}"
-            is_notable = rest > MONITOR.min_reported_fraction * seen.step_seconds
-            more = f" and {units.duration_text(rest)} {computing}" if is_notable else ""
             by_network = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
             bound = "network-bound" if by_network else "ranks wait for each other"
             what = (
@@ -200,7 +188,7 @@ class PerformanceMonitor:
             self._warn(
                 "network",
                 f"{bound}: {seen.efficiency:.0%} scaling efficiency{predicted}; step {units.duration_text(seen.step_seconds)}, "
-                f"{units.duration_text(seen.exposed_seconds)} of it waiting for gradients{more}{what}",
+                f"{units.duration_text(seen.exposed_seconds)} of it waiting for gradients{what}",
             )
         if forecast is None:
             return
@@ -230,7 +218,7 @@ class PerformanceMonitor:
         """Return the slow links, or the rank that computes longer than predicted."""
         assert self._plan.forecast
         predicted = self._plan.forecast.predicted
-        below = slow_links(seen.links)
+        below = _slow_links(seen.links)
         if below:
             worst = below[0]
             common = set.intersection(*({link.source, link.target} for link in below))
@@ -262,14 +250,11 @@ class PerformanceMonitor:
         return self._expected(source, target)
 
 
-def slow_links(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
+def _slow_links(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
     """Return the links that are clearly slower than expected, the slowest first. Without expected rates, the median is the reference.
 
     Links much faster than the slowest are omitted: on a busy host, small messages are slow on every link. Links that reach the lowest
     expected rate are omitted too: in a ring, all other links wait for that link.
-
-    Args:
-        links: Rates of all links in use.
     """
     slowest = min(
         (link.expected_bytes_per_second for link in links if link.expected_bytes_per_second), default=math.inf

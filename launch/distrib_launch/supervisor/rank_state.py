@@ -43,12 +43,7 @@ SETTINGS = SupervisorSettings()
 
 
 class RankState:
-    """State of one rank.
-
-    Args:
-        plan: Plan of the rank.
-        logs: Folder of its logs.
-    """
+    """State of one rank."""
 
     def __init__(self, plan: RankPlan, logs: Path) -> None:
         self.plan = plan
@@ -149,13 +144,7 @@ class RankState:
 
 
 class JobState:
-    """State of one start of a job, shared by the parts of the supervisor.
-
-    Args:
-        plan: Plan of the job.
-        console: Terminal of the launcher.
-        grace_seconds: Time between SIGTERM and SIGKILL.
-    """
+    """State of one start of a job, shared by the parts of the supervisor."""
 
     def __init__(self, plan: LaunchPlan, console: Console, grace_seconds: float) -> None:
         self.plan, self.console, self.grace_seconds = plan, console, grace_seconds

@@ -12,13 +12,7 @@ from distrib_launch.supervisor.rank_state import SETTINGS, JobState, RankState
 
 
 class StopSequence:
-    """Stop of a job's ranks. Servers run until the workers have ended, which may still save the servers' state.
-
-    Args:
-        job: State of the job.
-        connections: Connections to the ranks.
-        on_lost: Called with a rank that sent no exit record in time, and the reason.
-    """
+    """Stop of a job's ranks. Servers run until the workers have ended, which may still save the servers' state."""
 
     def __init__(self, job: JobState, connections: RankConnections, on_lost: Callable[[RankState, str], None]) -> None:
         self._job, self._connections, self._on_lost = job, connections, on_lost

@@ -87,7 +87,7 @@ class Supervisor:
         self._liveness = HostLiveness(host_timeout_seconds)
         self.tolerance = FaultTolerance(self.job, self._send)
         self._outcome = JobOutcome(self.job, self.tolerance)
-        self._hang_detector = HangDetector(plan, hang_timeout_seconds, self._send, console, self.job.warnings)
+        self._hang_detector = HangDetector(hang_timeout_seconds, self._send, console, self.job.warnings)
         self._monitor = PerformanceMonitor(plan, self.job.warn, self.job.host_of)
         self._messages = RankMessages(
             self.job, self.tolerance, self._hang_detector, self._monitor, self._on_result_lost
@@ -137,7 +137,6 @@ class Supervisor:
             self._watch(listener)
         finally:
             self._release_ranks()
-            self._hang_detector.close()
             if listener:
                 listener.close()
             self._connections.close()
@@ -187,7 +186,7 @@ class Supervisor:
                 self._on_engine_end(self._engine)
             elif not job.assigned and not job.stopping and now - start > SETTINGS.connect_seconds:
                 what = f"{job.missing} of {len(job.ranks)} ranks have not connected, and none has for {SETTINGS.connect_seconds:.0f} s"
-                raise start_failure(job, self._engine, what)
+                raise _start_failure(job, self._engine, what)
             self._check_limits(now, now - begun + self._spent_seconds)
             self._check_hosts()
             if job.assigned and not job.stopping and (failure := self._hang_detector.check(now, job.ranks)):
@@ -282,7 +281,7 @@ class Supervisor:
         """Handle the end of the engine: without it MPI is broken, so the job ends, unless mode async needs no MPI."""
         job = self.job
         if not job.assigned:
-            raise start_failure(job, engine, "the engine ended before every rank had connected")
+            raise _start_failure(job, engine, "the engine ended before every rank had connected")
         if self._outcome.engine_failure:
             return
         deadline = time.monotonic() + 1.0  # exit records that have arrived show why it ended
@@ -296,7 +295,7 @@ class Supervisor:
         if job.plan.mode != "async" and code >= 0 and not lost and causes:
             self._stop.begin(job.grace_seconds)  # the engine ended because of the failed rank
             return
-        what = engine_end_text(job, code, lost)
+        what = _engine_end_text(job, code, lost)
         failure = self._outcome.failure_here(what, log=str(engine.log), host=lost if lost in job.hosts else "")
         self._outcome.engine_failure = failure
         if job.plan.mode == "async":
@@ -345,14 +344,8 @@ class Supervisor:
             self._engine.end(self._turn_once)
 
 
-def start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
-    """Return the error that ends a job whose ranks did not all connect.
-
-    Args:
-        job: State of the job.
-        engine: Its engine, whose output may show the reason.
-        what: Observation, as the first part of the message.
-    """
+def _start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
+    """Return the error that ends a job whose ranks did not all connect; `what` was observed."""
     missing = [state for state in job.ranks if state.channel is None]
     missing = [
         state for state in missing if not state.hello
@@ -370,14 +363,8 @@ def start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
     return failed if job.is_local else _NotStarted(hosts, failed)
 
 
-def engine_end_text(job: JobState, code: int, lost: str) -> str:
-    """Return how the engine ended before its ranks.
-
-    Args:
-        job: State of the job.
-        code: Exit code of the engine, negative for a signal.
-        lost: Host whose daemon it lost, empty for none.
-    """
+def _engine_end_text(job: JobState, code: int, lost: str) -> str:
+    """Return how the engine ended before its ranks; `lost` is the host whose daemon it lost, if any."""
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if lost in job.hosts:
         how = f"lost its daemon on {lost}, or the ssh connection to it,"
