@@ -521,7 +521,7 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
         (["--standalone", "JOB"], "; leave it out"),
         (["hosts.txt", "JOB"], "hosts.txt is not a script; hosts are named with -H hosts.txt"),
         (["-np", "2", "--include", "localhost", "JOB"], "; -H localhost:N gives this machine N slots"),
-        (["-np", "100001", "JOB"], "-np 100001: more than the 100000 ranks that a host may have"),
+        (["--oversubscribe", "-np", "100001", "JOB"], "-np 100001: more than the 100000 ranks that a host may have"),
         *(
             ([option, "", "JOB"], f"{option}: it is empty; is a variable not set?")
             for option in ("--profile", "--run-dir", "--topology", "--interface", "--mpirun", "--hosts")

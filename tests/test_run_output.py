@@ -1,12 +1,15 @@
 """Output of a run as a user sees it: start line, status lines, failure report and end line."""
 
 import re
+import types
 
 import pytest
 
+from distrib_launch.cli.launch import main
 from distrib_launch.output_filter import OutputFilter
 from distrib_launch.supervisor import root_cause
-from tests.conftest import SCRIPTS
+from distrib_launch.supervisor.hang_detector import HangDetector
+from tests.conftest import SCRIPTS, call
 from tests.test_launch_cluster import launch_command, wait_for_line
 
 JOB = SCRIPTS / "job.py"
@@ -154,3 +157,33 @@ def test_the_stack_of_the_thread_that_crashed_is_found():
     assert head == "Fatal Python error: Aborted (most recent call first):"
     assert frames == ['  File "a.py", line 3 in step', '  File "a.py", line 9 in <module>']
     assert root_cause.python_stack("nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--epochs", "3", "train.py"], "options for your script go after the script"),
+        (["train.p"], "no such script; did you mean train.py?"),
+        (["--bucket", "25", "train.py"], "write 25MiB"),
+        (["-np", "99999", "train.py"], "add --oversubscribe"),
+    ],
+)
+def test_typing_errors_are_told_with_a_way_out(tmp_path, words, told):
+    (tmp_path / "train.py").touch()
+    done = call(main, *words, cwd=tmp_path)
+    assert done.returncode == 2 and told in done.stderr
+
+
+def test_without_arguments_three_examples_are_shown():
+    done = call(lambda words: main(words))
+    assert done.returncode == 2 and done.stderr.count("\n  distrib-launch ") == 3
+
+
+def test_a_long_silence_is_hinted_at_once():
+    said = []
+    console = types.SimpleNamespace(say=said.append)
+    plan = types.SimpleNamespace(hosts=(), network="")
+    detector = HangDetector(plan, None, lambda *_: None, console, [])
+    for seconds in (59, 61, 62):
+        detector.check(detector._started + seconds, [])
+    assert len(said) == 1 and "for 60 s" in said[0] and "after 600 s" in said[0]

@@ -148,9 +148,9 @@ def plan_launch(
     if in_image:
         resolved = kubernetes.in_image(resolved, options.script, options.run_dir)
     local = local_machine(resolved.environment)
+    if hosts is None and resolved.ranks and local.machine and not options.oversubscribe:
+        _refuse_oversubscription(resolved.ranks, local.machine)
     plan = plan_builder.build_plan(resolved, hosts, topology, local)
-    if not options.oversubscribe:
-        _refuse_oversubscription(plan, local.machine)
     plan = _add_forecast(plan, resolved, hosts, topology, local)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_notes(options, plan, hosts, topology)))
     if options.min_hosts and not before and not in_image:
@@ -253,16 +253,12 @@ def _check_script(given: str, *, is_local: bool) -> None:
             )
 
 
-def _refuse_oversubscription(plan: LaunchPlan, machine: HostResources | None) -> None:
+def _refuse_oversubscription(ranks: int, machine: HostResources) -> None:
     """Raise ConfigError for far more ranks on this machine than it has cores: they would make it unusable."""
-    cores = sum(map(len, machine.nodes.values())) if machine else 1
-    if (
-        machine
-        and len(plan.ranks) > MAX_RANKS_PER_CORE * cores
-        and all(host.name == "localhost" for host in plan.hosts)
-    ):
+    cores = sum(map(len, machine.nodes.values()))
+    if ranks > MAX_RANKS_PER_CORE * cores:
         raise ConfigError(
-            f"{len(plan.ranks)} ranks on this machine: it has {units.count_text(cores, 'core')}, expected at most "
+            f"-np {ranks}: this machine has {units.count_text(cores, 'core')}, expected at most "
             f"{MAX_RANKS_PER_CORE * cores} ranks",
             hint="lower -np, or add --oversubscribe",
         )
