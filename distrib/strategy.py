@@ -131,9 +131,6 @@ def format_names(among: Callable[[GradientFormat], bool] = lambda _: True) -> st
 
     Args:
         among: Selects formats (default: all).
-
-    Returns:
-        Text such as `fp32, fp16 or powersgd:RANK`.
     """
     names = [name + f":{one.argument.upper()}" * bool(one.argument) for name, one in FORMATS.items() if among(one)]
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -53,13 +53,10 @@ DURATIONS: dict[str, Fraction] = {
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as `16GiB`, `80 GB` or `512B`.
+    """Parse a size to bytes, such as `16GiB`, `80 GB` or `512B`.
 
     Args:
         text: A number and a unit of bytes.
-
-    Returns:
-        Bytes.
 
     Raises:
         ValueError: The text is not a size, or not a whole number of bytes.
@@ -71,13 +68,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Parse a rate such as `100Gb/s`, `25GB/s`, `10 GbE` or `200Gbit`.
+    """Parse a rate to bytes per second, such as `100Gb/s`, `25GB/s`, `10 GbE` or `200Gbit`.
 
     Args:
         text: A number and a unit of bits or bytes per second.
-
-    Returns:
-        Bytes per second.
 
     Raises:
         ValueError: The text is not a rate.
@@ -86,13 +80,10 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration such as `1.5us`, `20 ms` or `3s`.
+    """Parse a duration to seconds, such as `1.5us`, `20 ms` or `3s`.
 
     Args:
         text: A number and a unit of time.
-
-    Returns:
-        Seconds.
 
     Raises:
         ValueError: The text is not a duration.
@@ -129,9 +120,6 @@ def format_size(size_bytes: int, *, digits: int | None = None, binary: bool | No
         digits: Significant digits. None: exact.
         binary: True for units of 1024, False for units of 1000, None for the shorter text.
 
-    Returns:
-        A number and a unit.
-
     Raises:
         ValueError: The size is negative.
     """
@@ -153,9 +141,6 @@ def format_rate(bytes_per_second: float, *, digits: int | None = None, bits: boo
         digits: Significant digits. None: exact.
         bits: True for bits per second, as networks are rated.
 
-    Returns:
-        A number and a unit.
-
     Raises:
         ValueError: The rate is negative or not finite.
     """
@@ -172,9 +157,6 @@ def format_duration(seconds: float, *, digits: int | None = None) -> str:
     Args:
         seconds: 0 or more, finite.
         digits: Significant digits. None: exact.
-
-    Returns:
-        A number and a unit.
 
     Raises:
         ValueError: The duration is negative or not finite.

@@ -156,25 +156,19 @@ def optimal_bounds(
 
 
 def ddp_bucket_bytes(total_bytes: int) -> int:
-    """Compute the bucket size for DDP where it averages gradients on CPUs.
+    """Compute the bytes of DDP's buckets where it averages gradients on CPUs.
 
     Args:
         total_bytes: All gradients.
-
-    Returns:
-        Bytes per bucket.
     """
     return min(BUCKETS.ddp_bytes, max(BUCKETS.min_ddp_bytes, total_bytes // BUCKETS.max_ddp_count))
 
 
 def hook_bucket_bytes(total_bytes: int) -> int:
-    """Compute the bucket size for DDP where the communication hook sets its own boundaries.
+    """Compute the bytes of DDP's buckets where the communication hook sets its own boundaries.
 
     Args:
         total_bytes: All gradients.
-
-    Returns:
-        Bytes per bucket.
     """
     return max(BUCKETS.min_hook_bytes, total_bytes // BUCKETS.max_hook_count)
 
@@ -275,9 +269,6 @@ def is_averaged_by_ddp(total_bytes: float, strategy: Strategy, *, one_rank_per_h
         total_bytes: All gradients.
         strategy: The strategy of the job.
         one_rank_per_host: True if each rank has a host of its own.
-
-    Returns:
-        True if DDP averages alone.
     """
     if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
         return False

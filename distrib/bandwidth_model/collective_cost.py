@@ -79,9 +79,6 @@ def payload_of(bucket: GradientBucket, gradients: Gradients) -> Payload:
     Args:
         bucket: The bucket.
         gradients: The format on the network.
-
-    Returns:
-        The payload of one rank.
     """
     known = FORMATS[gradients.format]
     if known.cost is None:
@@ -93,58 +90,46 @@ def payload_of(bucket: GradientBucket, gradients: Gradients) -> Payload:
 
 
 def ring_all_reduce(ranks: int, size_bytes: float, hop: Curve) -> float:
-    """Compute the time of a ring all-reduce: 2(n-1) messages of S/n.
+    """Compute the seconds of a ring all-reduce: 2(n-1) messages of S/n.
 
     Args:
         ranks: n.
         size_bytes: S.
         hop: The slowest link of the ring.
-
-    Returns:
-        Seconds.
     """
     return 2 * (ranks - 1) * hop.seconds(size_bytes / ranks) if ranks > 1 else 0.0
 
 
 def parameter_server(workers: int, servers: int, size_bytes: float, link: Curve) -> float:
-    """Compute the time of a push or a pull with dedicated servers: max(M/B, nM/(kB)), as in BytePS (OSDI '20, section 3).
+    """Compute the seconds of a push or a pull with dedicated servers: max(M/B, nM/(kB)), as in BytePS (OSDI '20, section 3).
 
     Args:
         workers: n.
         servers: k.
         size_bytes: M.
         link: The link of a host, with bandwidth B.
-
-    Returns:
-        Seconds.
     """
     return link.seconds(0) + max(1.0, workers / servers) * (link.seconds(size_bytes) - link.seconds(0))
 
 
 def shared_parameter_server(hosts: int, size_bytes: float, link: Curve) -> float:
-    """Compute the time of push and pull where each of n hosts serves 1/n: 2(n-1)M/(nB), as much as a ring.
+    """Compute the seconds of push and pull where each of n hosts serves 1/n: 2(n-1)M/(nB), as much as a ring.
 
     Args:
         hosts: n.
         size_bytes: M.
         link: The link of a host, with bandwidth B.
-
-    Returns:
-        Seconds.
     """
     return 2 * (link.seconds(0) + (hosts - 1) / hosts * (link.seconds(size_bytes) - link.seconds(0)))
 
 
 def all_reduce(fabric: Fabric, size_bytes: float, *, hierarchical: bool = False) -> float:
-    """Compute the time of an all-reduce over all ranks of a job: NCCL on GPUs, Gloo on CPUs.
+    """Compute the seconds of an all-reduce over all ranks of a job: NCCL on GPUs, Gloo on CPUs.
 
     Args:
         fabric: The links of the job.
         size_bytes: Bytes of each rank's buffer.
         hierarchical: True to reduce inside each host first.
-
-    Returns:
-        Seconds.
     """
     if fabric.ranks == 1 or size_bytes <= 0:
         return 0.0

@@ -104,17 +104,20 @@ def hypothetical_cluster(
         gpu: The catalogue's name; None for hosts without GPUs.
         network: The network; None for one host.
     """
-    spec = find_gpu(gpu) if gpu else None
-    links = None
-    if spec and (spec.nvlink or spec.pcie):
-        links = IntraNodeLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie)
     group = NodeGroup(
         hosts=",".join(f"[{host}]" if ":" in host else host for host in hosts),
         gpus=Gpus(count=ranks_per_node, kind=gpu) if gpu else None,
-        links=links,
+        links=_catalog_links(gpu) if gpu else None,
         nics=network.nics if network else (),
     )
     return Topology(nodes=(group,), name=HYPOTHETICAL, source="the options")
+
+
+def _catalog_links(gpu: str) -> IntraNodeLinks | None:
+    spec = find_gpu(gpu)
+    if not spec or not (spec.nvlink or spec.pcie):
+        return None
+    return IntraNodeLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie)
 
 
 def check_gpudirect(topology: Topology) -> None:
@@ -158,10 +161,8 @@ def changed_cluster(
     for number, group in enumerate(topology.nodes):
         try:
             if gpu and group.gpus and group.gpus.count:
-                spec = find_gpu(gpu)
-                links = IntraNodeLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie) if spec else None
                 gpus = Gpus(count=group.gpus.count, kind=gpu)
-                group = msgspec.structs.replace(group, gpus=gpus, links=links)
+                group = msgspec.structs.replace(group, gpus=gpus, links=_catalog_links(gpu))
             if network:
                 group = msgspec.structs.replace(group, nics=network.nics)
             elif gpudirect is not None and group.gpus and group.gpus.count:

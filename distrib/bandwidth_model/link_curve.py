@@ -28,13 +28,10 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """Factor of the time beyond the latency against the measurement."""
 
     def seconds(self, size_bytes: float) -> float:
-        """Compute the time of a message.
+        """Compute the seconds of a message.
 
         Args:
             size_bytes: 0 or more.
-
-        Returns:
-            Seconds.
         """
         if not self.logs:
             return self.latency_seconds + self.factor * size_bytes / self.bandwidth_bytes_per_second
@@ -49,10 +46,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             factor: The bandwidth is divided by it.
         """
-        return msgspec.structs.replace(
-            self,
-            factor=self.factor * factor,
-        )
+        return msgspec.structs.replace(self, factor=self.factor * factor)
 
     @property
     def large_bytes_per_second(self) -> float:

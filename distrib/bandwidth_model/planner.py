@@ -48,9 +48,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             nodes: The number of hosts.
-
-        Returns:
-            Keyword arguments of the model.
         """
         ranks: int | tuple[int, ...] = self.ranks[0]
         if len(set(self.ranks)) > 1:

@@ -116,9 +116,6 @@ def is_equivalent(one: Strategy, other: Strategy) -> bool:
     Args:
         one: A strategy.
         other: A strategy.
-
-    Returns:
-        True if they are numerically equivalent.
     """
     plain, plain_other = (msgspec.structs.replace(each, all_reduce="auto", bucket_bytes=None) for each in (one, other))
     return plain == plain_other
@@ -177,9 +174,6 @@ def faster_subset_text(subset: HostSubset, baseline: Prediction) -> str:
     Args:
         subset: The subset.
         baseline: The prediction for all hosts.
-
-    Returns:
-        A clause for a message.
     """
     names = name_hosts(subset.hosts)
     who = f"{names} alone" if len(subset.hosts) == 1 else f"{len(subset.hosts)} of the hosts ({names})"
@@ -192,9 +186,6 @@ def include_option(subset: HostSubset) -> str:
 
     Args:
         subset: The subset.
-
-    Returns:
-        An option of `distrib-launch`.
     """
     folded = shown_hosts(subset.hosts)
     is_one_range = "," not in re.sub(r"\[[^\]]*\]", "", folded) and ":" not in folded
@@ -310,9 +301,6 @@ def convergence_effect(strategy: Strategy) -> str:
 
     Args:
         strategy: The strategy.
-
-    Returns:
-        A clause of a few words.
     """
     effects = []
     if strategy.mode == "async":

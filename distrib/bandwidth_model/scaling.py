@@ -114,9 +114,6 @@ def predict_limit(
         nodes: The number of hosts, where more than the names.
         ranks_per_host: One number, or one for each host.
 
-    Returns:
-        The limit and its causes.
-
     Raises:
         ConfigError: The workload is invalid, or a link is unknown.
     """
@@ -149,9 +146,6 @@ def find_job(
         ranks_per_host: One number, or one for each host.
         nodes: The number of hosts, where more than the names.
 
-    Returns:
-        The fabric and the workload.
-
     Raises:
         ConfigError: The workload is invalid, or a link is unknown.
     """
@@ -168,9 +162,6 @@ def fewer_cpus_notes(profiled: Workload, own: Workload) -> tuple[str, ...]:
     Args:
         profiled: The profiled workload.
         own: The workload on the CPUs of a rank.
-
-    Returns:
-        A note, or nothing.
     """
     if own.processors == profiled.processors:
         return ()

@@ -96,15 +96,12 @@ def predict_fabric_step(
 
 
 def step_alone_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
-    """Compute the step time of one rank alone; where ranks differ, that of their mean samples per second.
+    """Compute the seconds of a step of one rank alone; where ranks differ, that of their mean samples per second.
 
     Args:
         fabric: The links of the job.
         workload: One rank's step.
         strategy: The strategy of the job.
-
-    Returns:
-        Seconds.
     """
     waited = strategy.accumulate * workload.loader_seconds
     computed = compute_seconds(workload, strategy)
@@ -115,14 +112,11 @@ def step_alone_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -
 
 
 def compute_seconds(workload: Workload, strategy: Strategy) -> float:
-    """Compute the time of forward and backward passes and the optimizer of a step.
+    """Compute the seconds of forward and backward passes and the optimizer of a step.
 
     Args:
         workload: One rank's step.
         strategy: The strategy, with the batches per step.
-
-    Returns:
-        Seconds.
     """
     return strategy.accumulate * (workload.forward_seconds + workload.backward_seconds) + workload.optimizer_seconds
 

@@ -20,7 +20,14 @@ from distrib import units
 from distrib.bandwidth_model import architectures
 from distrib.bandwidth_model.architectures import NetworkArithmetic
 from distrib.bandwidth_model.workload import Gradient, Workload, validate_workload
-from distrib.cluster.hardware_catalog import GpuSpec, find_gpu, gpu_hint, hardware_catalog, read_catalog_file
+from distrib.cluster.hardware_catalog import (
+    CatalogSource,
+    GpuSpec,
+    find_gpu,
+    gpu_hint,
+    hardware_catalog,
+    read_catalog_file,
+)
 from distrib.errors import ConfigError
 from distrib.utils import files
 
@@ -38,11 +45,6 @@ class OptimizerMemory(NamedTuple):
 
 
 OPTIMIZERS = {"sgd": OptimizerMemory(12, 20), "adam": OptimizerMemory(16, 28)}
-
-
-class _Source(msgspec.Struct, forbid_unknown_fields=True):
-    title: str
-    verified: bool = True
 
 
 class _Other(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,7 +80,7 @@ class _Errors(msgspec.Struct, forbid_unknown_fields=True):
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     errors: _Errors
-    sources: dict[str, _Source]
+    sources: dict[str, CatalogSource]
     others: dict[str, _Other]
     networks: dict[str, _Entry]
     speeds: tuple[PublishedSpeed, ...]
@@ -197,9 +199,6 @@ def is_workload_file(given: str) -> bool:
 
     Args:
         given: The value of the option.
-
-    Returns:
-        True for a file.
     """
     return files.is_file(given) or "/" in given or given.endswith(".json")
 

@@ -18,9 +18,6 @@ def data_nics(nics: Iterable[Nic]) -> tuple[Nic, ...]:
 
     Args:
         nics: The NICs of a host.
-
-    Returns:
-        NICs of one fabric and one rate.
     """
     best: tuple[Nic, ...] = ()
     all_nics = tuple(nics)
@@ -75,25 +72,19 @@ def nics_text(nics: Iterable[Nic]) -> str:
 
 
 def total_rate_of_nics(nics: Iterable[Nic]) -> float:
-    """Add the nominal rates of NICs.
+    """Add the nominal rates of NICs, in bytes per second.
 
     Args:
         nics: The NICs.
-
-    Returns:
-        Bytes per second.
     """
     return sum(nic.link.rate_bytes_per_second for nic in nics)
 
 
 def usable_bandwidth(nics: Iterable[Nic]) -> float:
-    """Add the usable bandwidths of NICs, each limited by its PCIe slot.
+    """Add the usable bytes per second of NICs, each limited by its PCIe slot.
 
     Args:
         nics: The NICs.
-
-    Returns:
-        Bytes per second.
     """
     slots = ((nic.link, nic.slot.usable_bytes_per_second if nic.slot else float("inf")) for nic in nics)
     return sum(min(link.usable_bytes_per_second, slot) for link, slot in slots)

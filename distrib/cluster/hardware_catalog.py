@@ -31,8 +31,6 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     value: float
     source: str
-    verified: bool
-    """True if read in the source, False if from memory."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +42,10 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     tflops: dict[DataType, Figure]
     memory_bytes: Figure
     memory_bandwidth_bytes_per_second: Figure
-    achievable: Figure | None
-    """Fraction of the bf16 peak that large matrix products reach."""
     nvlink: str | None
     """Such as `NVLink3 x12`."""
     pcie: str | None
     """Such as `PCIe4 x16`."""
-    note: str
 
 
 class CatalogLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,14 +62,15 @@ class CatalogLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HardwareCatalog(msgspec.Struct, frozen=True, kw_only=True):
-    """The catalogue. `sources`: titles by the names in the figures."""
+    """The catalogue."""
 
     gpus: tuple[GpuSpec, ...]
     links: tuple[CatalogLink, ...]
-    sources: dict[str, str]
 
 
-class _SourceEntry(msgspec.Struct, forbid_unknown_fields=True):
+class CatalogSource(msgspec.Struct, forbid_unknown_fields=True):
+    """A source of figures; `verified` is False for figures from memory."""
+
     title: str
     verified: bool = True
 
@@ -101,7 +97,7 @@ class _LinkEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _CatalogFile(msgspec.Struct, forbid_unknown_fields=True):
-    sources: dict[str, _SourceEntry]
+    sources: dict[str, CatalogSource]
     gpus: tuple[_GpuEntry, ...]
     links: tuple[_LinkEntry, ...]
 
@@ -126,7 +122,7 @@ def hardware_catalog() -> HardwareCatalog:
     file = read_catalog_file(PATH, _CatalogFile)
 
     def figure(value: float, source: str) -> Figure:
-        return Figure(value=value, source=source, verified=file.sources[source].verified)
+        return Figure(value=value, source=file.sources[source].title)
 
     return HardwareCatalog(
         gpus=tuple(
@@ -138,10 +134,8 @@ def hardware_catalog() -> HardwareCatalog:
                 memory_bandwidth_bytes_per_second=figure(
                     units.parse_rate(gpu.memory_bandwidth[0]), gpu.memory_bandwidth[1]
                 ),
-                achievable=figure(*gpu.achievable) if gpu.achievable else None,
                 nvlink=gpu.nvlink[0] if gpu.nvlink else None,
                 pcie=gpu.pcie[0] if gpu.pcie else None,
-                note=gpu.note,
             )
             for gpu in file.gpus
         ),
@@ -156,7 +150,6 @@ def hardware_catalog() -> HardwareCatalog:
             )
             for link in file.links
         ),
-        sources={name: source.title for name, source in file.sources.items()},
     )
 
 

@@ -35,9 +35,6 @@ def parse_host_list(text: str, source: str = "-H") -> HostList:
         text: The list.
         source: Its name in errors.
 
-    Returns:
-        The hosts, each once.
-
     Raises:
         HostfileError: The list is invalid.
     """

@@ -84,9 +84,6 @@ def read_hostfile(path: str | os.PathLike[str]) -> HostList:
     Args:
         path: The file.
 
-    Returns:
-        Its hosts.
-
     Raises:
         HostfileError: The file cannot be read, or is invalid.
     """

@@ -67,9 +67,6 @@ class SourcePlace(NamedTuple):
         Args:
             what: The problem.
             hint: The advice.
-
-        Returns:
-            The error, to be raised.
         """
         return HostfileError(what, source=self.source, line=self.line, column=self.column, hint=hint)
 

@@ -133,9 +133,6 @@ def fastest_ports(ports: Iterable[RdmaPort]) -> tuple[RdmaPort, ...]:
 
     Args:
         ports: Ports of a host.
-
-    Returns:
-        Ports of one rate.
     """
     ports = tuple(ports)
     top = max((port.rate_bytes_per_second or 0.0 for port in ports), default=0.0)
@@ -143,13 +140,10 @@ def fastest_ports(ports: Iterable[RdmaPort]) -> tuple[RdmaPort, ...]:
 
 
 def total_rate(ports: Iterable[RdmaPort]) -> float:
-    """Add the rates of ports.
+    """Add the rates of ports, in bytes per second.
 
     Args:
         ports: Ports of a host.
-
-    Returns:
-        Bytes per second.
     """
     return sum(port.rate_bytes_per_second or 0.0 for port in ports)
 
@@ -238,9 +232,6 @@ def agent_program(query: InventoryQuery) -> str:
 
     Args:
         query: Paths of the job.
-
-    Returns:
-        A program in ASCII.
     """
     return f"{_source()}serve_queries(collect_inventory({msgspec.to_builtins(query)!a}))\n"
 
@@ -260,9 +251,6 @@ def is_complete_reply(output: bytes) -> bool:
 
     Args:
         output: The output of the agent so far.
-
-    Returns:
-        True if the reply is complete.
     """
     return connectivity_agent.END.encode() in output
 

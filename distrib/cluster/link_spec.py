@@ -33,7 +33,6 @@ KIND_NAMES: dict[LinkKind, str] = {
     "nvlink": "NVLink",
     "pcie": "PCIe",
 }
-_LEGACY_RATES = {"sdr": "8Gb/s", "ddr": "16Gb/s", "qdr": "32Gb/s"}
 
 
 class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,11 +147,7 @@ def parse_network_link(text: str, kind: LinkKind | None = None) -> LinkSpec:
         if spec is None:
             known = [link.name for link in hardware_catalog().links if link.kind == "infiniband"]
             near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
-            hint = (
-                f"write its rate of data, {_LEGACY_RATES[name]}"
-                if name in _LEGACY_RATES
-                else f"did you mean {near[0] if near else 'HDR'}?"
-            )
+            hint = f"did you mean {near[0]}?" if near else "write its rate of data, such as 32Gb/s for QDR"
             raise ValueError(f"{_shown(text)} is not an InfiniBand rate of the catalogue; {hint}")
         if kind not in (None, "infiniband"):
             raise ValueError(f"{spec.name} is a rate of InfiniBand, not of {KIND_NAMES[kind]}; write one or the other")
@@ -189,13 +184,10 @@ def split_multiple(text: str) -> tuple[int, str]:
 
 
 def parse_uplink_rate(text: str) -> float:
-    """Parse the uplink of a switch: `800Gb/s`, `4 x HDR`, `2x 100GbE`.
+    """Parse the uplink of a switch to bytes per second: `800Gb/s`, `4 x HDR`, `2x 100GbE`.
 
     Args:
         text: The uplink.
-
-    Returns:
-        Bytes per second.
 
     Raises:
         ValueError: The text is not a rate or a port.

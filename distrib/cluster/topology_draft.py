@@ -53,9 +53,6 @@ def topology_yaml(groups: Sequence[NodeGroup], *, head: str = HEADER) -> str:
     Args:
         groups: The groups.
         head: Comments at the top.
-
-    Returns:
-        YAML.
     """
 
     def plain(value: object) -> object:

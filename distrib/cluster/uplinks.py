@@ -109,14 +109,11 @@ def uplink_rate(topology: Topology, switch: Switch) -> float:
 
 
 def rate_below(topology: Topology, switch: Switch) -> float:
-    """Add the nominal rates at which the hosts and switches below a switch can send up.
+    """Add the nominal bytes per second at which the hosts and switches below a switch can send up.
 
     Args:
         topology: The cluster.
         switch: One of its switches.
-
-    Returns:
-        Bytes per second.
     """
     by_name = {each.name: each for each in topology.switches}
     total = sum(total_rate_of_nics(data_nics(topology.nics_of(host))) for host in switch.host_names)

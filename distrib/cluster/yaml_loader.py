@@ -88,9 +88,6 @@ class Document:
             path: Such as `$.nodes[0].gpus`.
             what: The problem.
             hint: The advice.
-
-        Returns:
-            The error, to be raised.
         """
         return TopologyError(f"{path}: {what}", source=self.source, line=self.line(path), hint=hint)
 

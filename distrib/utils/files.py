@@ -93,9 +93,6 @@ def refusal_reason(folder: str | os.PathLike[str]) -> str:
 
     Args:
         folder: A folder in which writing was refused.
-
-    Returns:
-        The reason, for a message.
     """
     with contextlib.suppress(OSError):
         if os.statvfs(folder).f_flag & os.ST_RDONLY:

@@ -84,9 +84,6 @@ def truncated_label(text: str, width: float) -> str:
     Args:
         text: One line.
         width: Inches.
-
-    Returns:
-        The text, or the first part of it.
     """
     characters = int(width / 0.075)
     return text if len(text) <= characters else text[: characters - 1] + "…"

@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 
-from distrib.cluster.remote.sysfs import current_pcie_width, list_entries, numa_node_of_bus, pcie_link, read_proc_text
+from distrib.cluster.remote.sysfs import current_pcie_width, list_entries, numa_node, pcie_link, read_proc_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -110,13 +110,14 @@ def _query_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                              "bus_id": None, "numa_node": None, "problem": str(problem)})  # fmt: skip
                 continue
             bus = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]
+            folder = f"/sys/bus/pci/devices/{bus}"
             minor = query(lambda device=device: pynvml.nvmlDeviceGetMinorNumber(device), -1, pynvml.NVMLError)
             uuid = query(lambda device=device: pynvml.nvmlDeviceGetUUID(device), None, pynvml.NVMLError)
             gpus.append({"index": index, "minor": minor, "uuid": uuid.decode() if isinstance(uuid, bytes) else uuid,
                          "kind": name.decode() if isinstance(name, bytes) else name,
                          "memory_bytes": total, "used_memory_bytes": used,
-                         "bus_id": bus, "numa_node": numa_node_of_bus(bus), "pcie": pcie_link(f"/sys/bus/pci/devices/{bus}"),
-                         "pcie_width_now": current_pcie_width(f"/sys/bus/pci/devices/{bus}"),
+                         "bus_id": bus, "numa_node": numa_node(folder), "pcie": pcie_link(folder),
+                         "pcie_width_now": current_pcie_width(folder),
                          "nvlink_to": _nvlink_peers(pynvml, device), "health": _read_gpu_health(pynvml, device)})  # fmt: skip
             for process in query(lambda device=device: _compute_processes(pynvml, device), [], pynvml.NVMLError):
                 used = process.usedGpuMemory
@@ -234,7 +235,7 @@ def _gpu_from_proc(index: int, minor: int) -> dict[str, Any]:
         if re.search(rf"Device Minor:\s*{minor}$", text, re.MULTILINE):
             model = re.search(r"Model:\s*(.+)", text)
             return {"index": index, "minor": minor, "kind": model.group(1).strip() if model else None,
-                    "memory_bytes": None, "used_memory_bytes": None, "bus_id": bus, "numa_node": numa_node_of_bus(bus)}  # fmt: skip
+                    "memory_bytes": None, "used_memory_bytes": None, "bus_id": bus, "numa_node": numa_node(f"/sys/bus/pci/devices/{bus}")}  # fmt: skip
     return {"index": index, "minor": minor, "kind": None, "memory_bytes": None, "used_memory_bytes": None,
             "bus_id": None, "numa_node": None}  # fmt: skip
 

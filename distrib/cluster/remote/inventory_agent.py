@@ -32,9 +32,6 @@ def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         query: Paths of the job, the fields of `inventory.InventoryQuery`.
-
-    Returns:
-        The fields of `inventory.Inventory`.
     """
     packages = _installed_packages()
     gpus, holders, nvml_error = read_gpus()

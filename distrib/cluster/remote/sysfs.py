@@ -87,15 +87,3 @@ def numa_node(device: str) -> int | None:
     """
     text = read_proc_text(f"{device}/numa_node")
     return int(text) if text.isdigit() else None
-
-
-def numa_node_of_bus(bus: str) -> int | None:
-    """Read the NUMA node of a PCI device.
-
-    Args:
-        bus: The PCI address.
-
-    Returns:
-        The node; None if unknown.
-    """
-    return numa_node(f"/sys/bus/pci/devices/{bus}")
