@@ -315,7 +315,7 @@ class TestInAnAllocation:
         told = wait_for(lambda: ended(cluster, job), 60)
         out = (tmp_path / "output").read_text()
         assert told == "0" and result_in(tmp_path)["status"] == "succeeded", out
-        assert "requested with --no-kill" in out and "rank 1 on n2 is gone" in out
+        assert "requested with --no-kill" in out and "rank 1 on n2 was lost" in out
         nothing_left(cluster)
 
     def test_the_rank_is_named_for_which_slurm_killed_all(self, make_slurm, launch):

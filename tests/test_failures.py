@@ -341,7 +341,7 @@ def test_the_last_words_of_one_that_aborts_are_told(tmp_path):
     log = tmp_path / "1.err"
     log.write_text("terminate called without an active exception\nframe #0: abort\n\n")
     told = root_cause.describe_failure(ending(1, exit_code=None, signal=6), [], log, "/py").message
-    assert told == "killed by SIGABRT; last words: terminate called without an active exception"
+    assert told == "killed by SIGABRT; last line: terminate called without an active exception"
 
 
 def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
@@ -366,7 +366,7 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
     )  # fmt: skip
     assert root_cause.is_consequence(None, log.read_text(), 6)
     told = root_cause.describe_failure(ending(0, exit_code=None, signal=6), [], log, "/py").message
-    assert told.startswith(f"killed by SIGABRT; last words: what():  {ended} (not all ranks came to this collective")
+    assert told.startswith(f"killed by SIGABRT; last line: what():  {ended} (not all ranks came to this collective")
 
 
 def test_of_a_time_out_those_are_told_who_were_not_there(tmp_path):
@@ -437,7 +437,7 @@ def test_the_traceback_of_a_process_without_a_record_is_told(tmp_path):
     failure = root_cause.describe_failure(ending(3), [], log, "/py")
     assert (failure.message, failure.traceback) == ("KeyError: 1", raised("KeyError: 1").traceback)
     log.write_text(f"Exception in thread Thread-3 (_pin_memory_loop):\n{raised('KeyError: 1').traceback}\n")
-    assert root_cause.describe_failure(ending(3), [], log, "/py").message == "exit code 1; last words: KeyError: 1"
+    assert root_cause.describe_failure(ending(3), [], log, "/py").message == "exit code 1; last line: KeyError: 1"
 
 
 @pytest.mark.parametrize("day", ["W1122", "W122"])
@@ -452,7 +452,7 @@ def test_what_torch_logs_by_itself_is_no_last_word(tmp_path, day):
     )
     assert (
         root_cause.describe_failure(ending(1, exit_code=9), [], log, "/py").message
-        == "exit code 9; last words: no licence"
+        == "exit code 9; last line: no licence"
     )
 
 

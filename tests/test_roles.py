@@ -186,7 +186,7 @@ def test_what_is_said_of_a_rank_that_died(tmp_path):
         return ToleranceRules(plan, []).warning(ending(rank), "SIGKILL", restarted=again, was_main=was_main)
 
     assert said(1, again=True) == "worker rank 1 on n1 died (SIGKILL) and was restarted"
-    assert said(1, again=False) == "worker rank 1 on n1 is gone (SIGKILL); the job continues without it"
+    assert said(1, again=False) == "worker rank 1 on n1 was lost (SIGKILL); the job continues without it"
     assert said(0, again=True, was_main=True).endswith("was restarted; the next worker prints and saves now")
     assert said(4, again=True).startswith("parameter server rank 4")
     back = ToleranceRules(plan, []).warning(ending(2, lost=True), "silence", restarted=True, was_main=False)

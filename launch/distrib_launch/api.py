@@ -86,8 +86,8 @@ def run(
             raise KeyboardInterrupt from failure
         raise failure
     values = tuple(_value(run_dir, rank) for rank in range(result.world_size)) if script_input else ()
-    told = {field: getattr(result, field) for field in result.__struct_fields__}
-    return RunResult(**told, run_dir=str(run_dir), return_values=values)
+    fields = {field: getattr(result, field) for field in result.__struct_fields__}
+    return RunResult(**fields, run_dir=str(run_dir), return_values=values)
 
 
 def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | None) -> str | None:
@@ -102,7 +102,7 @@ def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | N
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:
-    import cloudpickle
+    import cloudpickle  # start-up time: scripts need none
 
     try:
         call = cloudpickle.dumps((function, args))

@@ -85,7 +85,7 @@ class RankAgent:
         self._rejoin_at = self._give_up_at = float("inf")
         self._engine_pid = os.getppid()
         self._sent_exit = False
-        self._done = False  # the launcher needs nothing more, or is gone
+        self._done = False  # the launcher needs nothing more, or is lost
 
     @property
     def _is_away(self) -> bool:
@@ -164,7 +164,7 @@ class RankAgent:
                     self._keep_input(payload)
                     continue
                 self._obey(kind, json.loads(payload) if payload else {})
-        except OSError:  # the launcher is gone or the network is broken, so a message on stderr would not arrive
+        except OSError:  # the launcher died or the network broke, so a message on stderr would not arrive
             self._channel.closed = True
             is_refusal = False
         except (ProtocolError, ValueError) as error:

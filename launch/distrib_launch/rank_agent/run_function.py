@@ -26,7 +26,7 @@ def main() -> int:
     result = int(os.environ.pop(DISTRIB_RESULT_FD))
     function, arguments = pickle.loads(call["call"])  # after sys.path was extended, so that its modules are found
     value = function(*arguments)
-    import cloudpickle
+    import cloudpickle  # optional: the agent needs the standard library only
 
     with os.fdopen(result, "wb") as file:
         cloudpickle.dump(value, file)

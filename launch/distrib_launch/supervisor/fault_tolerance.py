@@ -102,7 +102,7 @@ class ToleranceRules(NamedTuple):
             was_main: True if it was the worker that prints and saves.
         """
         role = "worker" if self.plan.ranks[failed.rank].role == "worker" else "parameter server"
-        what = f"is gone ({how}); the job continues without it"
+        what = f"was lost ({how}); the job continues without it"
         if restarted:
             what = f"{'is reachable again' if failed.lost else f'died ({how})'} and was restarted"
         next_main = "; the next worker prints and saves now" if was_main else ""
@@ -117,7 +117,7 @@ class ToleranceRules(NamedTuple):
         if self.plan.ranks[failed.rank].role != "server" or self.plan.strategy.replicas:
             return ""
         return (
-            f"parameter server rank {failed.rank} on {failed.host} is gone, and its shard of the model with it: the job ends; "
+            f"parameter server rank {failed.rank} on {failed.host}, and its shard of the model, was lost: the job ends; "
             "--replicas 1 survives the loss of a server"
         )
 

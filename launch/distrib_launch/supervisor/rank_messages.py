@@ -116,7 +116,7 @@ class RankMessages:
         )
 
     def on_lost(self, state: RankState, why: str, lost: Lost = "closed") -> None:
-        """Note that a rank is gone without an exit record.
+        """Note that a rank was lost without an exit record.
 
         Args:
             state: The rank.

@@ -143,7 +143,7 @@ def _message(first: RankExit, exits: Sequence[RankExit], error: ErrorRecord | No
     if first.signal:
         return f"killed by {signal_name(first.signal)}" + _signal_cause(first, exits, stderr)
     last = "".join(_last_lines(stderr)[-1:])
-    return f"exit code {first.exit_code}" + (f"; last words: {last}" if last else "")
+    return f"exit code {first.exit_code}" + (f"; last line: {last}" if last else "")
 
 
 def _signal_cause(first: RankExit, exits: Sequence[RankExit], stderr: str) -> str:
@@ -161,7 +161,7 @@ def _signal_cause(first: RankExit, exits: Sequence[RankExit], stderr: str) -> st
     # C++ prints what() of an uncaught exception; hints of torch and a stack may follow.
     what = [line.strip() for line in stderr.splitlines() if line.strip().startswith("what():")]
     last = what[-1] if what else "".join(_last_lines(stderr)[-1:])
-    return f"; last words: {last}" if last else ""
+    return f"; last line: {last}" if last else ""
 
 
 def _lost(first: RankExit, exits: Sequence[RankExit]) -> str:
