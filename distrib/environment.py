@@ -55,7 +55,7 @@ DISTRIB_ADDRESS = "DISTRIB_ADDRESS"
 DISTRIB_RUN_DIR = "DISTRIB_RUN_DIR"
 """Absolute path of the run directory."""
 DISTRIB_STATUS_FD = "DISTRIB_STATUS_FD"
-"""Pipe on which the script reports steps, metrics and warnings, one JSON object per line."""
+"""Pipe on which the script reports steps and metrics, one JSON object per line."""
 DISTRIB_PROCESS_TAG = "DISTRIB_PROCESS_TAG"
 """`<job>.<rank>`: tags every process of a rank, so that the launcher finds and ends all of them."""
 

@@ -221,7 +221,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @property
     def in_step(self) -> bool:
-        """True if all ranks take each optimizer step together."""
+        """True if all ranks take equally many optimizer steps."""
         return self.mode != "async" or self.staleness == 0
 
     @property

@@ -20,7 +20,7 @@ def closed_port() -> int:
 def wait_for(liveness: HostLiveness, seconds: float) -> list[str]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if gone := liveness.vanished():
+        if gone := liveness.take_lost_hosts():
             return gone
         time.sleep(0.02)
     return []

@@ -26,7 +26,7 @@ EQUAL_RATE_TOLERANCE = 0.03
 """Relative difference of rates that count as equal; the first such link is named."""
 
 NCCL_NVLINK_BYTES_PER_SECOND = {"NVLink1": 18e9, "NVLink2": 20e9, "NVLink3": 20e9, "NVLink4": 20.6e9, "NVLink5": 40.1e9}
-"""One NVLink in a ring of NCCL (NVIDIA/nccl@5067397 src/graph/topo.h)."""
+"""One NVLink in a ring of NCCL; others as the catalogue says (NVIDIA/nccl@5067397 src/graph/topo.h)."""
 
 
 class TransportDefaults(msgspec.Struct, frozen=True):
@@ -234,7 +234,8 @@ def slowest_inside_host(topology: Topology | None, host: str, workload: Workload
     spec_used = nvlink or pcie or parse_bus_link("PCIe3 x16")
     bandwidth = spec_used.usable_bytes_per_second
     if nvlink:
-        bandwidth = nvlink.lanes * NCCL_NVLINK_BYTES_PER_SECOND[nvlink.model.name]
+        lane = NCCL_NVLINK_BYTES_PER_SECOND.get(nvlink.model.name)
+        bandwidth = nvlink.lanes * lane if lane else nvlink.usable_bytes_per_second
     if measured:
         own = measured.bandwidth_bytes_per_second
         bandwidth = min(bandwidth, own) if nvlink else own

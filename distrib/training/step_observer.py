@@ -11,7 +11,9 @@ class StepObserver:
     """Observer of a job's optimizer steps. Subclasses override the methods that they need."""
 
     def on_gradients_ready(self, optimizer: Optimizer) -> None:
-        """Handle the final gradients of a step: averaged, weighted and checked.
+        """Handle the gradients of a step, right before the update: averaged over the ranks in mode sync, this rank's otherwise.
+
+        Called too if the NaN check or the GradScaler then skips the update. With a GradScaler gradients may still be scaled.
 
         Args:
             optimizer: The prepared optimizer that is about to update its parameters.

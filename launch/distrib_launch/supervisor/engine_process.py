@@ -65,7 +65,7 @@ class EngineProcess:
         """Return True while daemons may be missing: all are connected before the first rank starts. The guard has this state too."""
         return self._runtime.uses_ssh_daemons and not self._begun[0]
 
-    def has_begun(self) -> None:
+    def note_first_rank(self) -> None:
         """Note that a rank has connected, or that the engine needs no daemons."""
         self._begun[0] = 1
 

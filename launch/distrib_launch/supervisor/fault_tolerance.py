@@ -72,25 +72,25 @@ class ToleranceRules(NamedTuple):
         left = [rank for rank in self.plan.ranks if rank.role == role and rank.rank not in lost]
         return bool(left) and (role == "worker" or self.plan.strategy.replicas > 0)
 
-    def may_restart(self, failed: RankExit, deaths: int) -> bool:
+    def may_restart(self, failed: RankExit, own_restarts: int) -> bool:
         """Return True if a rank that failed may be restarted on its host.
 
         Args:
             failed: Exit of the rank.
-            deaths: Number of its restarts so far.
+            own_restarts: Number of its restarts after failures on a reachable host.
         """
         by_itself = not failed.lost and not failed.stopped_by
-        return self.plan.mode == "async" and by_itself and deaths < MAX_RESTARTS
+        return self.plan.mode == "async" and by_itself and own_restarts < MAX_RESTARTS
 
-    def may_rejoin(self, failed: RankExit, deaths: int) -> bool:
+    def may_rejoin(self, failed: RankExit, own_restarts: int) -> bool:
         """Return True if a rank whose host was cut off and is reachable again may be restarted.
 
         Args:
             failed: Exit of the rank.
-            deaths: Number of its restarts on a reachable host so far.
+            own_restarts: Number of its restarts after failures on a reachable host.
         """
         by_itself = self.plan.mode == "async" and failed.failed and not failed.stopped_by
-        return by_itself and (bool(failed.lost) or deaths < MAX_RESTARTS) and self.is_training
+        return by_itself and (bool(failed.lost) or own_restarts < MAX_RESTARTS) and self.is_training
 
     def warning(self, failed: RankExit, how: str, *, restarted: bool, was_main: bool) -> str:
         """Return the warning that a rank died.
@@ -157,7 +157,7 @@ class FaultTolerance:
         Args:
             state: The rank.
         """
-        return state.exit is not None and self.rules.may_rejoin(state.exit, state.deaths)
+        return state.exit is not None and self.rules.may_rejoin(state.exit, state.own_restarts)
 
     def on_success(self, state: RankState) -> None:
         """Note that a rank ended with exit code 0; servers must not wait for a worker that never trained.
@@ -180,7 +180,7 @@ class FaultTolerance:
         failed, rules = state.exit, self.rules
         assert failed
         self._notify_servers(state)
-        may_restart = rules.may_restart(failed, state.deaths)
+        may_restart = rules.may_restart(failed, state.own_restarts)
         if may_restart and not state.is_worker:
             self.restart(state)
         elif may_restart and rules.is_training:
@@ -221,7 +221,7 @@ class FaultTolerance:
         if state.is_worker:
             state.first_exit = state.first_exit or state.exit
         state.restarts += 1
-        state.deaths += not state.exit.lost
+        state.own_restarts += not state.exit.lost
         state.exit, state.restart_at, state.step, state.closing = None, 0.0, -1, False
         environment = rank_environment.restarted(state.assignment.environment)
         self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment)._asdict())

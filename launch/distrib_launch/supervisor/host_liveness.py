@@ -42,7 +42,7 @@ class HostProbe:
         self._attempts = 0
         self._sockets: list[socket.socket] = []
 
-    def is_alive(self, now: float) -> bool | None:
+    def poll(self, now: float) -> bool | None:
         """Continue the probe.
 
         Args:
@@ -119,7 +119,7 @@ class HostLiveness:
         if probe := self._probes.pop(host, None):
             probe.close()
 
-    def vanished(self) -> list[str]:
+    def take_lost_hosts(self) -> list[str]:
         """Return hosts that were silent and did not answer the probe, each once. Call several times a second."""
         now = time.monotonic()
         found = []
@@ -127,7 +127,7 @@ class HostLiveness:
             if now - last <= self.silence_seconds:
                 continue
             probe = self._probes.setdefault(host, HostProbe(*self._targets[host], now))
-            alive = probe.is_alive(now)
+            alive = probe.poll(now)
             if alive:
                 self.on_life(host)
             elif alive is False:

@@ -158,6 +158,6 @@ class JobOutcome:
         ):  # the parameter servers report unused options
             return ""
         return (
-            f"{' '.join(options)} changed nothing: the script has given no model that learns to job.prepare "
-            "(README.md, In a script)"
+            f"{' '.join(options)} changed nothing: no model that learns was passed to job.prepare. "
+            "In the script, call model, optimizer = job.prepare(model, optimizer)"
         )

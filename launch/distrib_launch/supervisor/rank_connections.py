@@ -66,7 +66,7 @@ class RankConnections:
         state = self._planned(hello)
         if hello["returns"]:
             if state.channel and not state.channel.closed:
-                self.hang_up(state, "its connection broke")
+                self.disconnect_rank(state, "its connection broke")
             if job.stopping or job.failed_at or not self._may_return(state):
                 raise ProtocolError(f"rank {hello['rank']} was cut off, and the job ends or continues without it")
         elif state.channel is not None:
@@ -120,7 +120,7 @@ class RankConnections:
             else:
                 self._liveness.on_life(state.plan.host)
         if channel.closed:
-            self.hang_up(state, why)
+            self.disconnect_rank(state, why)
 
     def send(self, state: RankState, kind: Kind, payload: dict[str, Any] | bytes) -> None:
         """Send a frame, unless the rank is not connected.
@@ -147,14 +147,14 @@ class RankConnections:
             channel.flush()
         except OSError as error:
             channel.closed = True
-            self.hang_up(state, str(error))
+            self.disconnect_rank(state, str(error))
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.waiting_bytes else 0)
         key = self._selector.get_key(channel.sock)
         if key.events != events:
             self._selector.modify(channel.sock, events, key.data)
 
-    def hang_up(self, state: RankState, why: str, lost: Lost = "closed") -> None:
+    def disconnect_rank(self, state: RankState, why: str, lost: Lost = "closed") -> None:
         """Close the connection of a rank.
 
         Args:

@@ -54,8 +54,8 @@ class RankState:
         self.exit: RankExit | None = None
         self.assignment: Assignment | None = None
         self.restarts = 0
-        self.deaths = 0
-        """Number of restarts while its host was reachable."""
+        self.own_restarts = 0
+        """Restarts after failures on a reachable host, which are limited."""
         self.restart_at = 0.0
         """Monotonic time of a restart that is due, 0 for none."""
         self.first_exit: RankExit | None = None

@@ -35,7 +35,7 @@ KNOWN_CAUSES = (
     (("no space left on device",), "a disk or /dev/shm of the host is full"),
     (("eoferror: eof when reading a line",), "ranks have no standard input: give what is asked for as arguments"),
     ((NCCL_TIMEOUT,), "not all ranks came to this collective: one was elsewhere, or the network failed"),
-    (("bus error",), "often a /dev/shm that is too small for the DataLoader's workers"),
+    (("bus error", "killed by sigbus"), "often a /dev/shm that is too small for the DataLoader's workers"),
 )  # fmt: skip
 """Fragments of error messages in lower case, and their meaning."""
 

@@ -150,7 +150,7 @@ class Supervisor:
     def _start_engine(self, listener: ControlListener) -> EngineProcess:
         engine = EngineProcess(self.job.plan, token=self._token, addresses=listener.addresses)
         if self.job.is_local:  # there are no daemons
-            engine.has_begun()
+            engine.note_first_rank()
         return engine
 
     def _watch(self, listener: ControlListener) -> None:
@@ -167,7 +167,7 @@ class Supervisor:
             now = time.monotonic()
             assert self._engine
             if any(state.hello for state in job.ranks):
-                self._engine.has_begun()
+                self._engine.note_first_rank()
             if not job.assigned and (why := self._runtime.queued(self._engine.log)):
                 if start == begun:
                     job.console.say(f"{plan.engine} waits for the hosts to be free: {why}")
@@ -216,7 +216,7 @@ class Supervisor:
                 self._stop.begin(job.grace_seconds)
 
     def _check_hosts(self) -> None:
-        for host in self._liveness.vanished():
+        for host in self._liveness.take_lost_hosts():
             why = (
                 f"nothing was received from it for {self._liveness.silence_seconds:g} s, and it did not answer a probe"
             )
@@ -228,7 +228,7 @@ class Supervisor:
                 )
             for state in self.job.ranks:
                 if state.plan.host == host and (not state.exit or state.restart_at) and state.channel:
-                    self._connections.hang_up(state, why, "silence")
+                    self._connections.disconnect_rank(state, why, "silence")
 
     def _turn(self, seconds: float) -> bool:
         """Handle the events of the next `seconds`. Return True if there were any."""
@@ -330,7 +330,7 @@ class Supervisor:
         else:
             self._stop.begin(0.0)
             if self._engine:
-                self._engine.has_begun()
+                self._engine.note_first_rank()
 
     def _release_ranks(self) -> None:
         """Let the agents end, and wait for the engine."""
