@@ -168,9 +168,6 @@ def synchronized_ranks(fabric: Fabric, strategy: Strategy) -> int:
     Args:
         fabric: The links of the job.
         strategy: The strategy of the job.
-
-    Returns:
-        1 or more.
     """
     return fabric.ranks if strategy.in_step else ranks_per_push(fabric, strategy)
 

@@ -41,9 +41,6 @@ def slowest_of(count: int, variation: float) -> float:
     Args:
         count: The ranks.
         variation: The coefficient of variation of their steps.
-
-    Returns:
-        1 or more.
     """
     if count < 2 or variation <= 0:
         return 1.0
