@@ -483,12 +483,12 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["--nnodes", "2", "JOB"], "-H FILE or -H HOST,HOST names the hosts"),
         (["--ssh-command", "ssh '", "JOB"], "--ssh-command ssh ': no closing quotation"),
         (["--ssh-command", "nowhere/ssh -v", "JOB"], "--ssh-command nowhere/ssh: there is no such command"),
-        (["--dry-run", "--interface", "10.0.0.0/33", "JOB"], "--interface 10.0.0.0/33: no network"),
+        (["--dry-run", "--interface", "10.0.0.0/33", "JOB"], "--interface 10.0.0.0/33: not a valid network"),
         (["-np", "2", "--show-rank", "2", "JOB"], "--show-rank 2: there are ranks 0 to 1"),
         (["x" * 300], "no such script"),
         (["--sync", "", "JOB"], "--sync: it is empty; is a variable not set?"),
-        (["--image", "i", "JOB"], "--image is for pods; add --engine kubernetes, or leave out --image"),
-        (["--pod-resource", "rdma/hca=1", "JOB"], "--pod-resource is for pods"),
+        (["--image", "i", "JOB"], "--image applies to pods only; add --engine kubernetes, or leave out --image"),
+        (["--pod-resource", "rdma/hca=1", "JOB"], "--pod-resource applies to pods only"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, arguments, words):
@@ -527,8 +527,8 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
             for option in ("--profile", "--run-dir", "--topology", "--interface", "--mpirun", "--hosts")
         ),
         (["--manifest", "", "JOB"], "--manifest: it is empty"),
-        (["--manifest", "m.yaml", "JOB"], "--manifest is for pods"),
-        (["--runtime-class", "nvidia", "JOB"], "--runtime-class is for pods"),
+        (["--manifest", "m.yaml", "JOB"], "--manifest applies to pods only"),
+        (["--runtime-class", "nvidia", "JOB"], "--runtime-class applies to pods only"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_else(tmp_path, monkeypatch, capsys, arguments, words):
