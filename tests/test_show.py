@@ -174,7 +174,7 @@ def test_hosts_that_only_one_of_the_files_knows(lab):
     [
         ("nodes: [\n", "lab.yaml:2: is not valid YAML: "),
         ("nodes:\n  - hosts: n[1-4]\n    nics: [{name: e, rate: 10gb/s}]\n", "lab.yaml:3: $.nodes[0].nics[0].rate: '10gb/s'"),
-        ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: the key `nodes`"),
+        ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: is not valid YAML: the key `nodes`"),
         ("\0", "lab.yaml:1: contains NUL bytes"),
     ],
 )  # fmt: skip

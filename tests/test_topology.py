@@ -117,6 +117,7 @@ BAD = [
     ("name: x", "t.yaml:1: $: `nodes` is missing"),
     # Invalid YAML.
     ("a: [\n", "is not valid YAML"),
+    ("[" * 100_000, "t.yaml:1: is not valid YAML: nested more than 100 levels"),
     ("x: y: z", "t.yaml:1: is not valid YAML: mapping values are not allowed"),
     (NODE + "\tcores: 2", "t.yaml:3: is not valid YAML: found a tab character that violates indentation; indent with spaces"),
     (NODE + "    gpus:\n\tcount: 2", "t.yaml:4: is not valid YAML: found character that cannot start any token; indent with spaces"),

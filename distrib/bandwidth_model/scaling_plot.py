@@ -49,8 +49,6 @@ def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
 
 def _scaling_figure(plan: ScalingPlan) -> Any:
     """Plot samples per second against the number of ranks, with ideal scaling for comparison."""
-    from matplotlib.ticker import LogLocator  # matplotlib takes a second to import
-
     work = plan.workload
     with plotting.plot_style():
         figure = plotting.new_figure(8, 4.8)
@@ -70,7 +68,7 @@ def _scaling_figure(plan: ScalingPlan) -> Any:
                 )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         axes.yaxis.set_major_formatter(lambda value, _: units.number_text(value))
         axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
         axes.minorticks_off()

@@ -118,6 +118,7 @@ def parse_yaml(text: str, source: str) -> Document:
         TopologyError: The text is not valid YAML, or has a key twice.
     """
     try:
+        _check_depth(text, source)
         loader = _Loader(text)
         root = loader.get_single_node()
         return Document(source, root, loader.construct_document(root) if root else None)
@@ -134,6 +135,16 @@ def parse_yaml(text: str, source: str) -> Document:
         raise TopologyError(f"is not valid YAML: {what}", source=source, line=line, hint=hint) from None
     except (ValueError, RecursionError) as error:  # of a value whose tag does not fit, such as !!int x; of deep nesting
         raise TopologyError(f"is not valid YAML: {error}", source=source, hint=_SEE_EXAMPLES) from None
+
+
+def _check_depth(text: str, source: str) -> None:
+    """Refuse deeply nested text, which would overflow the C stack."""
+    depth = line = 0
+    for event in yaml.parse(text, Loader=_BASE):
+        line = event.start_mark.line + 1 if event.start_mark else line
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > 100:
+            raise TopologyError("is not valid YAML: nested more than 100 levels deep", source=source, line=line)
 
 
 def convert_document(document: Document, kind: type[T]) -> T:

@@ -12,6 +12,7 @@ import atexit
 import builtins
 import os
 import sys
+import time
 from types import TracebackType
 from typing import Any
 
@@ -98,7 +99,6 @@ def _write_error_file(error: BaseException) -> None:
         return
     try:
         import json  # only after a failure, because it would slow down every start
-        import time
         import traceback
 
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")

@@ -24,12 +24,11 @@ def plot(view: View, path: str) -> None:
         ConfigError: The format is not supported, or the file cannot be written.
     """
     style.check_plot_path(path)
-    from matplotlib.figure import Figure  # it takes a second to load
-
     groups = [group for group in view.groups if group.described]
     when = f"measured {view.measured_when}" if view.measured_when else "rates by data sheet, nothing measured"
     with style.plot_style():
-        figure = Figure(facecolor=style.PAPER)
+        figure = style.new_figure(1, 1)
+        figure.set_layout_engine(None)
         page = _Page(figure.add_axes((0, 0, 1, 1)))
         page.write(view.name or "Cluster", style.INK, 17)
         page.write(f"{view.hosts} host(s), {view.gpus} GPU(s) · {when}", style.GREY)
