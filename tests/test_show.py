@@ -150,7 +150,7 @@ def lab(tmp_path: Path) -> Path:
 def test_what_was_measured_is_shown_as_measured(lab):
     text = shown("-H", "lab.txt", cwd=lab)
     assert "among n[1-4]: 10 GbE, 1.25 GB/s, 1.1 GB/s, 20 us measured (median of 12)" in text
-    assert "slowest of 12: n3 to n1, 500 MB/s" in text
+    assert "SLOW: slowest of 12: n3 to n1, 500 MB/s" in text
     assert "GPU to memory: PCIe, 15.8 GB/s, 12 GB/s measured (median of 4)" in text
     assert "measured 2026-11-20T05:00:00Z, 4 hosts" in text
     (way,) = as_json("-H", "lab.txt", cwd=lab)["between"]

@@ -1,4 +1,4 @@
-"""Report of a probe for the terminal: a heat map of the links, tables, and the findings."""
+"""Report of a probe for the terminal: the findings, a heat map of the links, and tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def print_report(
         findings: The findings, ranked.
     """
     start = next(record for record in records if isinstance(record, ProbeStarted))
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = [_findings_text(findings, measured, console.width)]
     if len(measured.hosts) > 1:
         parts += [heat_map(measured, start.primary, console.width), links_table(measured, records)]
     if curves := curve_table(measured):
@@ -40,7 +40,6 @@ def print_report(
         parts.append(_collective_table(measured))
     if measured.inside:
         parts.append(_copies_table(measured))
-    parts.append(_findings_text(findings, measured, console.width))
     for part in parts:
         if isinstance(part, Table) and part.title:  # as a title it would be folded to the table's width
             console.print(part.title, style="bold")

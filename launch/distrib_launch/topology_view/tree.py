@@ -102,9 +102,9 @@ def _add_network(root: Tree, view: View) -> None:
             left = rate_text(link.shared_bytes_per_second)
             twig.add(_text((f"{link.oversubscription:g}:1 oversubscribed: {left} a host when all send", "yellow")))
         if link.slowest and link.slowest_bytes_per_second:
-            twig.add(
-                _text((f"slowest of {link.links}: {link.slowest}, {rate_text(link.slowest_bytes_per_second)}", "dim"))
-            )
+            is_slow = link.slowest_bytes_per_second < 0.8 * link.bandwidth_bytes_per_second  # probes vary less
+            text = f"slowest of {link.links}: {link.slowest}, {rate_text(link.slowest_bytes_per_second)}"
+            twig.add(_text((f"SLOW: {text}", "bold yellow") if is_slow else (text, "dim")))
 
 
 def _add_switch(branch: Tree, switch: SwitchView, by_name: dict[str, SwitchView]) -> None:
