@@ -51,7 +51,7 @@ from distrib_launch.console import Console
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.supervisor import Supervisor
-from tests.test_probe import Network, facts
+from tests.simulated_network import Network, facts
 
 RATE = 100e6
 OTHER_NETWORK = "10.1.0.0/16"
