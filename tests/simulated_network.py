@@ -132,3 +132,7 @@ def links_of_further_network(network, hosts=("n1", "n2", "n3", "n4"), rate=1200 
                  streams=4)
         for a in hosts for b in hosts if a != b
     )  # fmt: skip
+
+
+def of_kind(kind, records):
+    return [record for record in records if isinstance(record, kind)]
