@@ -15,7 +15,7 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import files, signals
 from distrib_launch import run_directory
-from distrib_launch.arguments.completion import complete_words
+from distrib_launch.arguments.completion import complete_words, is_completing
 from distrib_launch.arguments.config_file import parse_with_config
 from distrib_launch.arguments.launch_arguments import launch_options, parser
 from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.raise_on_termination()  # until a job runs, which handles signals itself
     arguments = None
     ignore_closed_streams()
-    if not (sys.argv[1:] if argv is None else argv):
+    if not (sys.argv[1:] if argv is None else argv) and not is_completing():
         print(SHORT_USAGE, file=sys.stderr)
         return 2
     try:
