@@ -67,7 +67,7 @@ class GradientFormat:
     effect: str = "compressed gradients"
     """The effect on convergence, in a few words."""
     recommended: str = ""
-    """The argument that `distrib-topo plan` tries; empty for none."""
+    """The value of `--gradients` that `distrib-topo plan` tries; empty for none."""
     all_gather: bool = False
     """True if ranks gather the compressed gradients, False if they all-reduce them."""
     whole_buckets: bool = False
@@ -188,7 +188,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     bucket_bytes: int | None = None
     """Bytes of gradients in one all-reduce."""
     accumulate: int = 1
-    """Batches whose gradients are summed before the all-reduce."""
+    """Batches whose mean gradient is all-reduced and used by one optimizer step."""
     balance: bool = False
     """True to give faster ranks larger batches."""
     inner_steps: int | None = None
@@ -196,7 +196,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     outer: OuterOptimizer = OuterOptimizer()
     """The use of the average (mode local)."""
     servers: int | None = None
-    """Dedicated parameter servers (mode async); None: every host serves a share."""
+    """Number of parameter servers (mode async), on idle hosts first; None: every host serves a share."""
     staleness: int | None = None
     """The most steps that a worker is ahead of the slowest one (mode async); None: unbounded."""
     replicas: int = 0

@@ -11,7 +11,7 @@ from distrib_launch import runner
 from distrib_launch.arguments import launch_arguments
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.supervisor.fault_tolerance import MAX_RESTARTS, ToleranceRules
+from distrib_launch.supervisor.fault_tolerance import MAX_RANK_RESTARTS, ToleranceRules
 from distrib_launch.supervisor.rank_exit import RankExit
 
 
@@ -168,15 +168,15 @@ def test_who_was_cut_off_may_return_while_somebody_trains(tmp_path):
     plan = planned(tmp_path)
     lost = ending(3, lost=True)
     assert ToleranceRules(plan, [lost], set()).may_rejoin(lost, 0)
-    assert ToleranceRules(plan, [lost], set()).may_rejoin(lost, MAX_RESTARTS)
+    assert ToleranceRules(plan, [lost], set()).may_rejoin(lost, MAX_RANK_RESTARTS)
     assert ToleranceRules(plan, [ending(5, lost=True)], {0, 1, 2}).may_rejoin(ending(5, lost=True), 0)
     assert not ToleranceRules(plan, [lost], {0, 1, 2}).may_rejoin(lost, 0)
     assert not ToleranceRules(plan, [ending(3, code=0)], set()).may_rejoin(ending(3, code=0), 0)
     assert not ToleranceRules(plan, [ending(3)], set()).may_rejoin(ending(3, stopped_by="launcher"), 0)
     assert not ToleranceRules(planned(tmp_path, "--mode", "sync"), [lost], set()).may_rejoin(lost, 0)
     died = ending(3)  # then its host was disconnected
-    assert ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RESTARTS - 1)
-    assert not ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RESTARTS)
+    assert ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RANK_RESTARTS - 1)
+    assert not ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RANK_RESTARTS)
 
 
 def test_what_is_said_of_a_rank_that_died(tmp_path):

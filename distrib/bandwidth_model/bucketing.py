@@ -29,7 +29,8 @@ class BucketSettings(msgspec.Struct, frozen=True):
     default_bytes: int = 1 << 20
     """Buckets of the communication hook until the ready times are known, and always inside one host."""
     min_hook_bytes: int = 256 << 10
-    """DDP's smallest bucket where the communication hook sets its own boundaries, so that the first is ready early."""
+    """DDP's smallest bucket where the communication hook sets its own boundaries, so that the first is ready early. Models of this
+    size or less have one bucket and no hook."""
     max_hook_count: int = 64
     """DDP's buckets there."""
     max_atoms: int = 192

@@ -20,7 +20,7 @@ class StepObserver:
         """
 
     def before_step(self) -> None:
-        """Handle the moment before an update. All ranks call it at the first step, so collectives are allowed then."""
+        """Handle the moment before an update. Collectives are allowed at the first step only."""
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
         """Handle the end of a call of `optimizer.step()`.

@@ -92,9 +92,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     dedup: bool = True
     verbose: bool = False
 
-    job: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
+    attempt_id: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
     """Name of this start. A plan for fewer hosts keeps it, because connections are open in its name."""
-    run: str | None = None
+    job_id: str | None = None
     """Name of the job's first start; None: this is the first."""
     restarts: int = 0
     """Number of restarts before this start."""

@@ -29,10 +29,10 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """All decisions about one start of a job."""
 
-    job: str
-    """Name of this start."""
-    run: str
-    """Name of the job's first start."""
+    attempt_id: str = msgspec.field(name="job")
+    """Name of this attempt: DISTRIB_JOB."""
+    job_id: str = msgspec.field(name="run")
+    """Name of the job: that of its first attempt."""
     restarts: int
     world_size: int
     engine: str

@@ -70,10 +70,10 @@ def build_plan(
     notes += _notes_on_ineffective_options(
         strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks})
     )
-    ssh_command, ssh_config = ssh.ssh_words(options.ssh_command, options.run_dir, hosts, options.job)
+    ssh_command, ssh_config = ssh.ssh_words(options.ssh_command, options.run_dir, hosts, options.attempt_id)
     plan = LaunchPlan(
-        job=options.job,
-        run=options.run or options.job,
+        attempt_id=options.attempt_id,
+        job_id=options.job_id or options.attempt_id,
         restarts=options.restarts,
         world_size=len(workers),
         engine=options.engine,

@@ -141,9 +141,9 @@ def plan_launch(
     if before:
         resolved = msgspec.structs.replace(
             resolved,
-            run=before.run,
+            job_id=before.job_id,
             restarts=before.restarts + restart,
-            job=secrets.token_hex(4) if restart else before.job,
+            attempt_id=secrets.token_hex(4) if restart else before.attempt_id,
         )
     if in_image:
         resolved = kubernetes.in_image(resolved, options.script, options.run_dir)

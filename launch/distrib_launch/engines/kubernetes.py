@@ -223,7 +223,7 @@ def _job_name(plan: LaunchPlan) -> str:
     if not stem[:1].isalpha():
         stem = f"job-{stem}".strip("-")
     # At most 40 characters: Kubernetes allows 63 for a pod, which adds `-worker-<number>` or `-launcher-<random>`.
-    return f"{stem[: 39 - len(plan.job)].rstrip('-')}-{plan.job}"
+    return f"{stem[: 39 - len(plan.attempt_id)].rstrip('-')}-{plan.attempt_id}"
 
 
 def _script(plan: LaunchPlan) -> str:

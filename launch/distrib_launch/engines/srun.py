@@ -142,7 +142,7 @@ def few_cpus_reason(cpus: int, ranks: int, *, on_gpus: bool) -> str:
 
 def _job_name(plan: LaunchPlan) -> str:
     """Return the job's name in squeue."""
-    return f"distrib-{plan.job}"
+    return f"distrib-{plan.attempt_id}"
 
 
 def _gpus_per_node(plan: LaunchPlan) -> int:

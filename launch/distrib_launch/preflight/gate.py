@@ -54,7 +54,7 @@ class PreflightGate:
         Raises:
             PreflightError: The job may not start.
         """
-        self._check_count(plan, "in the hostfile, which has changed,")
+        self._check_count(plan, "the hostfile names too few hosts:")
         plan = self._ready(plan)
         remote = engines.shell_to_hosts(plan, preflight=self.options.preflight)
         if remote is None:

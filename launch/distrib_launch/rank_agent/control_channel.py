@@ -268,7 +268,7 @@ class SilenceMonitor:
     """
 
     LOOK_SECONDS = 1.0
-    """Longest time counted between two calls of `too_long`: if this process was stopped, the silence is not the peer's."""
+    """Longest time counted between two calls of `is_over_limit`: if this process was stopped, the silence is not the peer's."""
 
     INFO_BYTES = 60
     TICK_MILLISECONDS = 10

@@ -97,7 +97,7 @@ def _assignments(
                 directory=plan.directory,
                 environment=environment,
                 device=state.plan.device,
-                tag=f"{plan.job}.{state.plan.rank}",
+                tag=f"{plan.attempt_id}.{state.plan.rank}",
                 gpus=None if host.chosen is None else list(host.chosen),
                 bind=plan.bind if is_worker else "none",
                 cpu_sharers=host.workers if is_worker else host.ranks,

@@ -16,7 +16,7 @@ from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.rank_exit import RankExit
 from distrib_launch.supervisor.rank_state import JobState, RankState
 
-MAX_RESTARTS = 3
+MAX_RANK_RESTARTS = 3
 """Limit of one rank's restarts on its host; a rank that dies repeatedly has a defect."""
 
 RESTART_DELAY_SECONDS = 2.0
@@ -80,7 +80,7 @@ class ToleranceRules(NamedTuple):
             own_restarts: Number of its restarts after failures on a reachable host.
         """
         by_itself = not failed.lost and not failed.stopped_by
-        return self.plan.mode == "async" and by_itself and own_restarts < MAX_RESTARTS
+        return self.plan.mode == "async" and by_itself and own_restarts < MAX_RANK_RESTARTS
 
     def may_rejoin(self, failed: RankExit, own_restarts: int) -> bool:
         """Return True if a rank whose host was cut off and is reachable again may be restarted.
@@ -90,7 +90,7 @@ class ToleranceRules(NamedTuple):
             own_restarts: Number of its restarts after failures on a reachable host.
         """
         by_itself = self.plan.mode == "async" and failed.failed and not failed.stopped_by
-        return by_itself and (bool(failed.lost) or own_restarts < MAX_RESTARTS) and self.is_training
+        return by_itself and (bool(failed.lost) or own_restarts < MAX_RANK_RESTARTS) and self.is_training
 
     def warning(self, failed: RankExit, how: str, *, restarted: bool, was_main: bool) -> str:
         """Return the warning that a rank died.
