@@ -51,7 +51,7 @@ def test_options_that_changed_nothing_are_told_of(launch, tmp_path):
     run = launch("--mode", "local", "--accumulate", "2", script, "-np", "2")
     assert run.code == 0, run
     (warning,) = run.result["warnings"]
-    assert warning.startswith("--mode local --accumulate 2 changed nothing: the script has given no model that learns")
+    assert warning.startswith("--mode local --accumulate 2 changed nothing: no model that learns")
     assert f"distrib-launch: warning: {warning}" in run.err
     assert "note: -np after the script is an argument of the script" in run.err
     script.write_text(
