@@ -1,0 +1,99 @@
+"""Hardware catalogue: figures of GPUs and links, and the names they are found by."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrib.cluster.hardware_catalog import find_gpu, gpu_hint, hardware_catalog
+from distrib.cluster.link_spec import parse_bus_link, parse_network_link, parse_uplink_rate
+
+
+def test_every_figure_of_the_catalogue_has_a_source_and_is_plausible():
+    known = hardware_catalog()
+    for gpu in known.gpus:
+        figures = [*gpu.tflops.values(), gpu.memory_bytes, gpu.memory_bandwidth_bytes_per_second]
+        assert all(figure.source and figure.value > 0 for figure in figures), gpu.name
+        for bus in (gpu.nvlink, gpu.pcie):
+            assert bus is None or parse_bus_link(bus).rate_bytes_per_second > 0
+        assert gpu.tflops["fp32"].value <= gpu.tflops.get("fp16", gpu.tflops["fp32"]).value
+        assert find_gpu(gpu.name) == gpu
+    for link in known.links:
+        assert 0 < link.usable.value < 1 and link.rate_bytes_per_second.value > 0 and link.latency_seconds.value < 1e-4
+        assert all(figure.source for figure in (link.usable, link.rate_bytes_per_second, link.latency_seconds))
+    names = [name.lower() for gpu in known.gpus for name in (gpu.name, *gpu.names)]
+    assert len({gpu.name for gpu in known.gpus}) == len(known.gpus)
+    assert len(set(names)) >= len(names) - 4  # a name may differ from that of its GPU in case only
+
+
+@given(st.sampled_from(["ethernet", "roce"]), st.floats(0.5, 900), st.floats(1.0, 2.0))
+def test_a_faster_port_never_carries_less(kind, gigabits, times):
+    slower, faster = (parse_network_link(f"{rate:.6f}Gb/s", kind) for rate in (gigabits, gigabits * times))
+    # A rate up to 1 % below a usual one counts as that one.
+    assert slower.usable_bytes_per_second <= faster.usable_bytes_per_second * 1.011
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("A100", "A100-SXM4-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("a100 40 gb", "A100-SXM4-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+        ("NVIDIA H200", "H200-SXM-141GB"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
+        ("Tesla K80", "K80"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA L4", "L4"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("mi355x", "MI355X"),
+        ("A1000", None),
+        ("L40", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("H100 NVL", None),
+        ("", None),
+    ],
+)
+def test_gpus_are_found_by_their_names_in_nvml_and_common_names(kind, name):
+    found = find_gpu(kind)
+    assert (found.name if found else None) == name
+
+
+def test_well_known_figures_of_gpus_and_links():
+    assert find_gpu("A100").tflops["bf16"].value == 312
+    assert find_gpu("H100").nvlink == "NVLink4 x18"
+    assert parse_bus_link("NVLink3 x12").rate_bytes_per_second == 300e9
+    assert parse_bus_link("PCIe 3.0 x16").rate_bytes_per_second == pytest.approx(15.75e9, rel=1e-3)
+    assert parse_bus_link("PCI Express 4.0 x16") == msgspec.structs.replace(
+        parse_bus_link("PCIe4 x16"), text="PCI Express 4.0 x16"
+    )
+    assert (
+        parse_bus_link("PCIe2 x16").rate_bytes_per_second
+        == 2 * parse_bus_link("PCIe1 x16").rate_bytes_per_second
+        == 8e9
+    )
+    assert parse_bus_link("PCIe Gen5 x8").rate_bytes_per_second == pytest.approx(31.5e9, rel=1e-3)
+    for name, rate in [
+        ("EDR", 12.5e9),
+        ("hdr", 25e9),
+        ("IB NDR", 50e9),
+        ("HDR 100", 12.5e9),
+        ("10 GbE", 1.25e9),
+        ("XDR", 1e11),
+    ]:
+        assert parse_network_link(name).rate_bytes_per_second == rate
+    assert parse_uplink_rate("4 x HDR") == parse_uplink_rate("800Gb/s") == 100e9
+    assert "bf16" not in find_gpu("V100").tflops
+    assert "A100-SXM4-80GB" in gpu_hint("A1000")
+
+
+@pytest.mark.parametrize("kind", ["80GB", "16 GB", "80GB HBM3", "RTX", "GeForce RTX", "PCIe", "Tesla", "NVIDIA SXM4"])
+def test_words_common_to_many_gpu_names_find_no_gpu(kind):
+    assert find_gpu(kind) is None
