@@ -27,6 +27,7 @@ BIN = Path(sys.executable).parent
 LAUNCH = BIN / "distrib-launch"
 TOPO = BIN / "distrib-topo"
 SCRIPTS = Path(__file__).parent / "scripts"
+JOB = SCRIPTS / "job.py"
 MARK = "DISTRIB_TEST_SESSION"
 ALONE_NICE = -19
 
