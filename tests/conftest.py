@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -29,7 +30,7 @@ TOPO = BIN / "distrib-topo"
 SCRIPTS = Path(__file__).parent / "scripts"
 JOB = SCRIPTS / "job.py"
 MARK = "DISTRIB_TEST_SESSION"
-ALONE_NICE = -19
+PRIORITIZED_NICE = -19
 
 # The duration of an example depends more on the machine than on the example.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,13 +52,11 @@ def _is_for_gpus(config: pytest.Config) -> bool:
     return re.search(r"(?<!not )\bgpu\b", str(config.getoption("markexpr"))) is not None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     why = why_unavailable()
     no_gpu = "" if HAS_GPU and _is_for_gpus(config) else "pytest -m gpu runs it" if HAS_GPU else "no NVIDIA GPU here"
+    items.sort(key=lambda item: "alone" in item.keywords)  # the other tests need not wait for these
     for item in items:
-        if "alone" in item.keywords:
-            item.add_marker(pytest.mark.xdist_group("alone"))  # one after the other
         if "cluster" in item.keywords and why:
             item.add_marker(pytest.mark.skip(reason=f"no virtual cluster: {why}"))
         if "gpu" in item.keywords and no_gpu:
@@ -80,12 +79,24 @@ def our_processes() -> dict[int, str]:
 
 
 @pytest.fixture(autouse=True)
+def its_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run a test marked `alone` only while no other test runs (`pytest -n`)."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "turns").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH)
+        yield
+        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes forked by the test
+
+
+@pytest.fixture(autouse=True)
 def priority(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give a test marked `alone` the CPUs before the tests beside it (`pytest -n`)."""
+    """Give a test marked `prioritized` the CPUs before the tests beside it (`pytest -n`)."""
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    raised = "alone" in request.keywords and os.geteuid() == 0
+    raised = "prioritized" in request.keywords and os.geteuid() == 0
     if raised:
-        os.setpriority(os.PRIO_PROCESS, 0, ALONE_NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITIZED_NICE)
     yield
     if raised:
         os.setpriority(os.PRIO_PROCESS, 0, nice)

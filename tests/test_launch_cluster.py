@@ -119,7 +119,7 @@ def test_a_lost_host_is_named_and_nothing_is_left(make_cluster, launch, tmp_path
     assert cluster.left_over(within_seconds=10) == {}
 
 
-@pytest.mark.alone
+@pytest.mark.prioritized
 def test_a_short_cut_does_not_end_the_job(make_cluster, tmp_path):
     cluster = make_cluster(3)
     process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:sleep=6"))

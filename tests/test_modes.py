@@ -59,7 +59,7 @@ TOLD = {
             {}, 3, "apart_later itself compiled targets averaged ported unfrozen frozen sparse methods",
             "apart_later itself", id="sync, other models",
         ),
-        pytest.param({"balance": True}, 3, "exact", "", id="balance", marks=pytest.mark.alone),
+        pytest.param({"balance": True}, 3, "exact", "", id="balance", marks=pytest.mark.prioritized),
         pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen half_frozen complex_ones released", "", id="horovod", marks=horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled two_optimizers", "", id="horovod, fp16",

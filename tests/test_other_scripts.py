@@ -76,7 +76,7 @@ def test_a_script_for_horovod_on_two_hosts(make_cluster, launch):
 
 
 @horovod
-@pytest.mark.alone
+@pytest.mark.prioritized
 def test_waiting_ranks_of_horovod_do_not_take_the_cores_from_the_others(launch):
     """Horovod over MPI polls. With 4 ranks on 2 cores, 10 steps took 0.04 s, and 1.1 s without yielding."""
     ranks = min(2 * len(os.sched_getaffinity(0)), 8)

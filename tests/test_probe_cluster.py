@@ -38,7 +38,7 @@ def probe(tmp_path):
 def measured_again_if_need_be(test):
     """Retry a rate-dependent test, not in parallel. Eight hosts share the machine's cores with other processes."""
 
-    @pytest.mark.alone
+    @pytest.mark.prioritized
     @functools.wraps(test)
     def run(*args, **kwargs):
         for _ in range(TRIES - 1):
@@ -75,6 +75,7 @@ def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
     assert rates["n1", "n3"] * 8 == pytest.approx(191e6, rel=0.05)
 
 
+@pytest.mark.alone
 @measured_again_if_need_be
 def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, probe):
     racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]

@@ -37,7 +37,7 @@ def test_hosts_have_names_addresses_and_memory_of_their_own(make_cluster):
     assert cluster.left_over() == {}
 
 
-@pytest.mark.alone
+@pytest.mark.prioritized
 def test_a_link_has_the_rate_it_was_given(make_cluster):
     cluster = make_cluster(2, rate="200mbit")
     rates = []
