@@ -1,4 +1,4 @@
-"""Fixtures: launch commands, virtual clusters, and a check that fails a test which leaves anything behind."""
+"""Fixtures: launch commands, jobs, virtual clusters, and a check that fails a test which leaves anything behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import distrib
 from tests import fork_server
 from tests.cluster import Cluster, why_unavailable
 from tests.cluster.virtual import OWN_NAMES
+
+if TYPE_CHECKING:
+    from distrib.training import Job
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -135,6 +139,23 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert now == environ, "environment variables changed"
     new = (set(os.listdir(ROOT)) | set(os.listdir(ROOT / "tests"))) - files
     assert not {name for name in new if not name.startswith(".") and name != "__pycache__"}, f"files left behind: {new}"
+
+
+@pytest.fixture
+def inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Set the variable, which torch.optim sets at its first use. The check for changed variables would report it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A job of this process only, for any launcher of the tests."""
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "DISTRIB_STRATEGY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DISTRIB_DEVICE", "cpu")
+    monkeypatch.setattr("distrib.training.job._job", None)
+    with distrib.init() as alone:
+        yield alone
 
 
 @pytest.fixture

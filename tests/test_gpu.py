@@ -30,7 +30,7 @@ from distrib.training.strategies.ddp import wrap_model
 from distrib.training.strategies.local_sgd import _Round
 from distrib.training.telemetry.device_timer import DeviceTimer
 from tests.conftest import ROOT, SCRIPTS, TOPO
-from tests.test_training import run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

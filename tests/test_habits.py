@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import SCRIPTS
-from tests.test_training import run_ranks
+from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.forked
-
-
-@pytest.fixture(autouse=True)
-def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Set the variable that torch.optim may set on first use, so that the check for changed variables ignores it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+pytestmark = [pytest.mark.forked, pytest.mark.usefixtures("inductor_cache")]
 
 
 @pytest.mark.parametrize(

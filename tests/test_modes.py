@@ -22,22 +22,17 @@ from distrib.training.gradient_accumulation import BatchSamples, GradientAccumul
 from distrib.training.strategies.base import create_strategy
 from distrib.training.world import World
 from tests.conftest import SCRIPTS
-from tests.test_training import run_ranks
+from tests.ranks import run_ranks
 
 horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None and os.environ.get("DISTRIB_TEST_HOROVOD") != "required",
     reason="Horovod is not installed: scripts/build-horovod builds it",
 )
 
-pytestmark = pytest.mark.forked
+pytestmark = [pytest.mark.forked, pytest.mark.usefixtures("inductor_cache")]
 
 HOROVOD = {"backend": "horovod"}
 AVERAGE = {"mode": "local", "outer": {"lr": 1.0, "momentum": 0.0}}
-
-
-@pytest.fixture(autouse=True)
-def no_variable_of_torch(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 TOLD = {
