@@ -39,7 +39,7 @@ TOLD = {
     "apart": "warning: after 10 steps 3.weight differs on rank 1 from rank 0: replicas diverge",
     "apart_later": "warning: after 20 steps 3.weight differs on rank 1 from rank 0: replicas diverge",
     "itself": "note: dim, gather, logger of the prepared Net is DistributedDataParallel's",
-    "saved_within": "a checkpoint in the middle of a round of --mode local has the model of the main rank alone",
+    "saved_within": "the checkpoint has only the main rank's parameters",
     "short_rounds": "may diverge: use --outer average",
     "sparse": "has sparse or complex gradients",
 }

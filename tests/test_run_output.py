@@ -182,8 +182,7 @@ def test_without_arguments_three_examples_are_shown():
 def test_a_long_silence_is_hinted_at_once():
     said = []
     console = types.SimpleNamespace(say=said.append)
-    plan = types.SimpleNamespace(hosts=(), network="")
-    detector = HangDetector(plan, None, lambda *_: None, console, [])
+    detector = HangDetector(None, lambda *_: None, console, [])
     for seconds in (59, 61, 62):
         detector.check(detector._started + seconds, [])
     assert len(said) == 1 and "for 60 s" in said[0] and "after 600 s" in said[0]

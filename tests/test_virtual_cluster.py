@@ -89,6 +89,7 @@ def test_everything_is_removed_even_when_building_fails():
     assert traces() == before
 
 
+@pytest.mark.alone
 def test_clusters_one_after_another_leave_nothing():
     before = traces()
     for _ in range(3):

@@ -134,7 +134,9 @@ def _failed(result: results.Result, run_dir: Path) -> JobFailed:
         if (rank.exit_code == 0 and not rank.signal) or rank.stopped_by:
             continue
         if first and first.rank == rank.rank:
-            errors[rank.rank] = first.traceback or first.message
+            # The stack of a process that a signal killed does not name the signal.
+            parts = [first.message, first.traceback] if rank.signal else [first.traceback or first.message]
+            errors[rank.rank] = "\n".join(filter(None, parts))
             continue
         error = root_cause.error_in(root_cause.tail(run_dir / f"ranks/{rank.rank}.err")) if rank.exit_code else None
         ended = f"killed by {signal_name(rank.signal)}" if rank.signal else f"exit code {rank.exit_code}"
