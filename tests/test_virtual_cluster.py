@@ -77,6 +77,7 @@ def test_weather(make_cluster):
     assert reach(seconds=10) == 0
 
 
+@pytest.mark.alone
 def test_everything_is_removed_even_when_building_fails():
     before = traces()
 
