@@ -56,6 +56,7 @@ class FrameKind(enum.IntEnum):
     SHARE_MEMORY = 19
     GROUP = 20
     RETIRE = 21
+    RESUME = 22
     # server to worker
     WELCOME = 32
     VALUE = 33

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -56,28 +57,35 @@ class WorkerCollectives:
             TrainingError: The function raised an error on the main rank; there the error itself is raised.
         """
         self._on_collective()
-        self._announce_wait()
-        number, self._results = self._results, self._results + 1
-        error: Exception | None = None
-        content = self._fetch_from_main(number)
-        if content is None:
-            try:
-                outcome: tuple[Any, str | None] = work(), None
-            except (OSError, DistribError) as caught:
-                error, outcome = caught, (None, str(caught))
-            own = pickle.dumps(outcome)
-            # Another worker was main before if the servers have its result.
-            content = own if self._store(number, own) else self._join_pieces(*self._fetch(number, 0))
+        with self._waiting():
+            number, self._results = self._results, self._results + 1
+            error: Exception | None = None
+            content = self._fetch_from_main(number)
+            if content is None:
+                try:
+                    outcome: tuple[Any, str | None] = work(), None
+                except (OSError, DistribError) as caught:
+                    error, outcome = caught, (None, str(caught))
+                own = pickle.dumps(outcome)
+                # Another worker was main before if the servers have its result.
+                content = own if self._store(number, own) else self._join_pieces(*self._fetch(number, 0))
         value, reason = pickle.loads(content)  # written by a rank of this job, which has proven that it knows the key
         if reason is not None:
             raise error or TrainingError(f"on the main rank: {reason}")
         result: T = value
         return result
 
-    def _announce_wait(self) -> None:
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         """Let other workers of this host continue: they may be in another step."""
-        if self._client.group:
-            self._client.group.announce_wait()
+        group = self._client.group
+        if group:
+            group.announce_wait()
+        try:
+            yield
+        finally:
+            if group:
+                group.end_wait()
 
     def _store(self, number: int, content: bytes) -> bool:
         """Store a result on the servers. Returns False if they have one of another worker."""
@@ -134,20 +142,20 @@ class WorkerCollectives:
         self._on_collective()
         if self._is_replacement:
             return [(self._world.rank, data)]
-        self._announce_wait()
-        if tag == EVALUATION:
-            self._since_evaluation = 0
-        elif self._since_evaluation is not None:
-            self._since_evaluation += 1
-        head = encode([tag, self._since_evaluation]) + b"\n"
-        own = b"".join([head, data])
-        # 32 bytes are an upper bound for the index entry of one contribution.
-        check_payload_size(self._world.size * (len(own) + 32), hint="reduce it in several parts")
-        while True:
-            contributions = self._all_gather(own)
-            same = [(rank, whole[len(head) :]) for rank, whole in contributions if whole[: len(head)] == head]
-            if tag != EVALUATION or not self._client.missed_rounds or len(same) == len(contributions):
-                break
+        with self._waiting():
+            if tag == EVALUATION:
+                self._since_evaluation = 0
+            elif self._since_evaluation is not None:
+                self._since_evaluation += 1
+            head = encode([tag, self._since_evaluation]) + b"\n"
+            own = b"".join([head, data])
+            # 32 bytes are an upper bound for the index entry of one contribution.
+            check_payload_size(self._world.size * (len(own) + 32), hint="reduce it in several parts")
+            while True:
+                contributions = self._all_gather(own)
+                same = [(rank, whole[len(head) :]) for rank, whole in contributions if whole[: len(head)] == head]
+                if tag != EVALUATION or not self._client.missed_rounds or len(same) == len(contributions):
+                    break
         if tag == EVALUATION:
             self._client.missed_rounds = False
         return same or [(self._world.rank, data)]

@@ -83,6 +83,12 @@ class HostGroup:
             self._is_away = True
             self.client.loop.call_soon(self._announce_wait)
 
+    def end_wait(self) -> None:
+        """Let the group wait for this worker again. For the training thread."""
+        if self._is_away:
+            self._is_away = False
+            self.client.loop.call_soon(self._end_wait)
+
     def join(self, table: int) -> int:
         """Take part in the group's steps again. For the training thread.
 
@@ -176,6 +182,9 @@ class HostGroup:
         raise NotImplementedError
 
     def _announce_wait(self) -> None:
+        raise NotImplementedError
+
+    def _end_wait(self) -> None:
         raise NotImplementedError
 
     def _join(self, table: int, future: Future[int]) -> None:

@@ -127,6 +127,9 @@ class HostLeader(HostGroup):
     def _announce_wait(self) -> None:
         self._away[self.client.rank] = time.monotonic()
 
+    def _end_wait(self) -> None:
+        self._away.pop(self.client.rank, None)
+
     def _join(self, table: int, future: Future[int]) -> None:
         future.set_result(self._add_member(self.client.rank, table))
 
@@ -193,6 +196,8 @@ class HostLeader(HostGroup):
             connection.send(Frame(FrameKind.WELCOME), encode(worker in self._members))
         elif frame.kind is FrameKind.SUSPEND:
             self._away[worker] = time.monotonic()
+        elif frame.kind is FrameKind.RESUME:
+            self._away.pop(worker, None)
         elif table in self._retired:
             return
         elif table not in self._aggregators:

@@ -73,6 +73,9 @@ class HostMember(HostGroup):
     def _announce_wait(self) -> None:
         self._send(Frame(FrameKind.SUSPEND))
 
+    def _end_wait(self) -> None:
+        self._send(Frame(FrameKind.RESUME))
+
     def _join(self, table: int, future: Future[int]) -> None:
         if self._leader is None:
             future.set_result(0)
