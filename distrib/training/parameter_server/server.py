@@ -355,6 +355,8 @@ def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, i
 def main() -> int:
     """Run the server that the environment describes until SIGTERM, and return the exit code."""
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    # The first optimizer imports torch._dynamo, which takes seconds on busy CPUs: not while workers wait for a reply.
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)
     try:
         addresses, key = read_server_addresses(os.environ)
         number, workers = int(os.environ[DISTRIB_SERVER]), int(os.environ[WORLD_SIZE])
