@@ -122,7 +122,10 @@ def test_a_job_that_is_started_again_keeps_its_run_and_may_have_fewer_ranks():
     again = runner.plan_launch(options, before=first, restart=True)
     rest = runner.plan_launch(options, ["b"], again)
     assert first.world_size == again.world_size == 6 and rest.world_size == 4
-    assert first.job_id == first.attempt_id == again.job_id == rest.job_id and again.attempt_id == rest.attempt_id != first.attempt_id
+    assert (
+        first.job_id == first.attempt_id == again.job_id == rest.job_id
+        and again.attempt_id == rest.attempt_id != first.attempt_id
+    )
     environment = rest.ranks[0].environment
     assert environment["TORCHELASTIC_RUN_ID"] == first.attempt_id and environment["DISTRIB_JOB"] == rest.attempt_id
     assert (environment["TORCHELASTIC_RESTART_COUNT"], environment["TORCHELASTIC_MAX_RESTARTS"]) == ("1", "4")
