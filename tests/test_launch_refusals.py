@@ -48,7 +48,7 @@ from tests.conftest import JOB, LAUNCH, TOPO, call
     ],
 )
 def test_invalid_options_are_refused_in_one_line_with_exit_code_2(tmp_path, arguments, words):
-    (tmp_path / "empty.txt").write_text("# nobody\n\n")
+    (tmp_path / "empty.txt").write_text("# no host\n\n")
     (tmp_path / "zero.txt").write_text("a slots=2\nb slots=0\n")
     (tmp_path / "negative.txt").write_text("a slots=-1\n")
     (tmp_path / "bad.yaml").write_text("nodes: [{hosts: a, gpus: {count: -2}}]\n")
