@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.cluster import Cluster
+from tests.virtual_cluster import Cluster
 
 LAUNCH = Path(sys.executable).parent / "distrib-launch"
 SCRIPT = Path(__file__).parent / "scripts" / "digits_loss.py"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.cluster import Cluster
+from tests.virtual_cluster import Cluster
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).parent / "scripts" / "first_all_reduce.py"

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.cluster import Cluster
+from tests.virtual_cluster import Cluster
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = Path(sys.executable).parent / "distrib-launch"

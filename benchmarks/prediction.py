@@ -39,8 +39,8 @@ from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import parse_topology
 from distrib_launch.arguments import training_options
 from distrib_launch.cli import launch
-from tests.cluster import Cluster
-from tests.cluster.virtual import parse_rate
+from tests.virtual_cluster import Cluster
+from tests.virtual_cluster.virtual import parse_rate
 
 BIN = Path(sys.executable).parent
 STEPS = Path(__file__).parent / "scripts" / "steps.py"

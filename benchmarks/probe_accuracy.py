@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.cluster import Cluster
+from tests.virtual_cluster import Cluster
 
 TOPO = Path(sys.executable).parent / "distrib-topo"
 RATES = ("200mbit", "1gbit", "2gbit")

@@ -2,7 +2,7 @@
 
     python benchmarks/slurm_starts.py [--seconds 300] [--kinds default,tree,ring]
 
-Runs on the virtual cluster with Debian's Slurm (see tests/cluster/slurm.py). The failures occur on busy machines: run
+Runs on the virtual cluster with Debian's Slurm (see tests/virtual_cluster/slurm.py). The failures occur on busy machines: run
 several instances at once.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.cluster.slurm import SlurmCluster
+from tests.virtual_cluster.slurm import SlurmCluster
 
 RANKS = """\
 import ctypes

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, settings
 
 import distrib
 from tests import fork_server
-from tests.cluster import Cluster, why_unavailable
-from tests.cluster.virtual import OWN_NAMES
+from tests.virtual_cluster import Cluster, why_unavailable
+from tests.virtual_cluster.virtual import OWN_NAMES
 
 if TYPE_CHECKING:
     from distrib.training import Job

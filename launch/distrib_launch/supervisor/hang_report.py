@@ -35,7 +35,7 @@ COLLECTIVE_FILES = ("/torch/distributed/", "/horovod/", "/mpi4py/")
 LIBRARY_FILES = (
     "<", "/site-packages/", "/dist-packages/", "/lib/python3.", "/distrib/training/", "/distrib_launch/rank_agent/",
 )  # fmt: skip
-"""Fragments of paths; `tests/test_hangs.py` checks that the files of distrib and torch exist."""
+"""Fragments of paths; `tests/launch/supervisor/test_hangs.py` checks that the files of distrib and torch exist."""
 
 
 class StackFrame(msgspec.Struct, frozen=True, kw_only=True):

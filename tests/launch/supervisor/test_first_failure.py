@@ -1,0 +1,74 @@
+"""First failure of a job: its rank, message and exit code, and the end of the other ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.conftest import JOB, LAUNCH
+from tests.support.launched_jobs import live_children, rank_process, start_job
+
+
+@pytest.mark.parametrize(
+    ("orders", "code", "rank", "message"),
+    [
+        (["1:raise"], 1, 1, "RuntimeError: boom in rank 1"),
+        (["1:exit=7", "*:sleep=60"], 7, 1, "exit code 7"),
+        (["0:signal=9", "*:sleep=60"], 137, 0, "killed by SIGKILL"),
+        (["1:signal=11", "*:sleep=60"], 139, 1, "killed by SIGSEGV"),
+        (["1:kill-parent", "*:sleep=60"], 1, 1, "the process around it was killed, it left no exit record"),
+        (["--mpi", "1:raise", "*:sleep=60"], 1, 1, "RuntimeError: boom in rank 1"),
+        (["--mpi", "0:signal=9", "*:sleep=60"], 137, 0, "killed by SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_named_and_ends_the_job(launch, orders, code, rank, message):
+    run = launch("-np", "2", JOB, *orders, timeout=60)
+    assert run.code == code, run
+    failure = run.result["first_failure"]
+    assert failure["rank"] == rank
+    assert message in failure["message"]
+    assert f"rank {rank} on localhost failed first: " in run.err
+    assert message in run.err
+    assert run.result["status"] == "failed"
+    assert run.seconds < 50
+
+
+def test_a_killed_rank_is_the_first_failure_and_not_the_engine_that_ended_with_it(tmp_path):
+    process = start_job(tmp_path / "run", "-np", "2", str(JOB), "*:sleep=60")
+    task = psutil.Process(rank_process()).parent()
+    assert task
+    engine = task.parent()
+    assert engine and "prterun" in " ".join(engine.cmdline())
+    process.send_signal(signal.SIGSTOP)  # Ctrl-Z
+    task.kill()  # as the OOM killer does
+    deadline = time.monotonic() + 30
+    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGCONT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "failed first: the process around it was killed" in err, err
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch):
+    run = launch("-np", "2", JOB, "0:ignore", "1:raise-then", timeout=200)
+    assert run.code == 1, run
+    assert run.result["first_failure"]["rank"] == 1
+    assert [r["signal"] for r in run.result["ranks"]] == [signal.SIGKILL, None]
+
+
+def test_all_descendants_of_the_ranks_end_after_a_failure(launch):
+    run = launch("-np", "2", JOB, "0:children", "1:raise", timeout=50)
+    assert run.code == 1, run
+    assert not live_children()
+
+
+def test_a_missing_python_module_is_named_with_the_interpreter(launch, tmp_path):
+    script = tmp_path / "imports.py"
+    script.write_text("import no_such_module_at_all\n")
+    run = launch("-np", "2", script)
+    assert run.code == 1
+    assert "No module named 'no_such_module_at_all' (install no_such_module_at_all for " in run.err
+    assert str(LAUNCH.parent / "python") in run.err

@@ -1,0 +1,188 @@
+"""Output of a run as a user sees it: start line, status lines, failure report and end line."""
+
+import re
+import types
+
+import pytest
+
+from distrib_launch.cli.launch import main
+from distrib_launch.output_filter import OutputFilter
+from distrib_launch.supervisor import root_cause
+from distrib_launch.supervisor.hang_detector import HangDetector
+from tests.conftest import SCRIPTS, call
+from tests.launch.test_launch_cluster import launch_command, wait_for_line
+
+JOB = SCRIPTS / "job.py"
+
+TRAINS = """
+import ctypes, os, sys, time
+import torch
+import distrib
+
+job = distrib.init()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(400, 4))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+model, optimizer, loader = job.prepare(model, optimizer, loader)
+for number, (batch,) in enumerate(loader):
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+    if number == 10 and job.rank == 1:
+        print("last words", flush=True)
+        {end}
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a training script whose rank 1 executes a statement after ten steps."""
+
+    def write(end="pass"):
+        path = tmp_path / "train.py"
+        path.write_text(TRAINS.replace("{end}", end))
+        return path
+
+    return write
+
+
+def own_lines(err):
+    """Return the lines of the launcher with their continuation lines, without its prefix."""
+    lines = [line for line in err.splitlines() if not line.startswith("[") and "running as root" not in line]
+    return [line.removeprefix("distrib-launch: ") for line in lines]
+
+
+@pytest.mark.forked
+def test_a_run_shows_its_start_its_phases_and_its_end(launch, script):
+    run = launch("-np", "2", script())
+    assert run.code == 0, run
+    start, checking, starting, first_step, end = own_lines(run.err)
+    assert start == f"2 ranks on this machine, mode sync, run directory {run.run_dir.name}"
+    assert (checking, starting) == ("checking 1 host", "starting 2 ranks")
+    assert re.fullmatch(r"first step after [\d.]+ s", first_step)
+    speed = r"[\d,]+ samples/s, \d+% scaling efficiency"
+    assert re.fullmatch(rf"succeeded after [\d.]+ s: {speed}; see {run.run_dir.name}/report\.html", end)
+    assert run.result["measured"]["samples_per_second"] > 0
+
+
+@pytest.mark.forked
+def test_quiet_runs_show_neither_start_nor_end(launch, script):
+    assert own_lines(launch("-np", "2", "--quiet", script()).err) == []
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("end", "message", "shown"),
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom", "  RuntimeError: boom"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL", "    last words"),
+        ("os._exit(7)", "exit code 7", "    last words"),
+        ("ctypes.string_at(0)", "killed by SIGSEGV", "  Fatal Python error: Segmentation fault (most recent call first):"),
+    ],
+)  # fmt: skip
+def test_the_failed_rank_comes_first_and_last(launch, script, end, message, shown):
+    run = launch("-np", "2", script(end))
+    lines = own_lines(run.err)
+    report = lines.index(f"error: rank 1 on localhost failed first: {message}")
+    assert shown in lines[report:] and lines[-1].startswith("failed after "), run
+    assert f": rank 1 on localhost: {message}; see {run.run_dir.name}/report.html" in lines[-1]
+    assert "Traceback" not in "".join(line for line in run.err.splitlines() if line.startswith("[0@"))
+    assert any(re.match(r"  rank 0: (was stopped|lost the connection to it \(1 traceback)", line) for line in lines)
+    assert not any(re.match(rf"  {re.escape(message)}, ", line) for line in lines), "printed twice"
+    assert "[ 0]" not in run.err and "client socket" not in run.err
+
+
+@pytest.mark.forked
+def test_a_restart_shows_what_it_restores(launch, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import distrib, torch\njob = distrib.init()\nmodel = job.prepare(torch.nn.Linear(2, 2))\n"
+        "epoch = job.restore('last.pt', model=model, epoch=0)['epoch']\n"
+        "job.save('last.pt', model=model, epoch=epoch + 1)\n"
+        "assert epoch or job.rank, 'first start'\n"
+    )
+    run = launch("-np", "2", "--max-restarts", "1", path)
+    assert run.code == 0 and "distrib: restored last.pt, epoch 1\n" in run.err, run
+
+
+@pytest.mark.cluster
+def test_a_lost_host_comes_first_and_last(make_cluster, tmp_path):
+    cluster = make_cluster(3)
+    process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "*:sleep=60"))
+    wait_for_line(process, "sleeps")
+    cluster.lose("n3")
+    _, err = process.communicate(timeout=50)
+    lines = own_lines(err)
+    assert lines[0].startswith("3 ranks on 3 hosts (n1, n2, n3), mode sync") and "checking 3 hosts" in lines
+    report = next(line for line in lines if line.startswith("error: "))
+    assert report.startswith("error: rank 2 on n3 failed first: host n3 vanished"), err
+    assert ": rank 2 on n3: host n3 vanished" in lines[-1]
+
+
+LOST = b"RuntimeError: Connection closed by peer [10.0.0.1]"
+HEAD = b"Traceback (most recent call last):"
+
+
+def test_a_traceback_of_a_lost_connection_waits_for_the_end_of_its_rank():
+    shown = OutputFilter()
+    assert shown.add(0, [b"before", HEAD, b'  File "a.py", line 1']) == [b"before"]
+    assert shown.add(0, [LOST, b"after"]) == []
+    assert shown.release(0, failed_by_other=True) == []
+    shown.add(0, [HEAD, LOST])
+    assert shown.release(0) == [HEAD, LOST]
+
+
+def test_other_tracebacks_are_shown_at_once():
+    lines = [b"[rank0]: " + HEAD, b"[rank0]:   File", b"[rank0]: ValueError: a", b"after"]
+    assert OutputFilter().add(0, lines) == lines
+
+
+def test_lines_that_help_no_user_are_not_shown():
+    noise = [
+        b"[W1122 07:38:15.6 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3",
+        b"[vm:06798] *** Process received signal ***", b"[vm:06798] Signal: Segmentation fault (11)",
+        b"[vm:06798] [ 0] /lib/x86_64-linux-gnu/libc.so.6(+0x3c050)[0x7f5e8e45a050]",
+    ]  # fmt: skip
+    assert OutputFilter().add(0, [*noise, b"[vm:1] ready"]) == [b"[vm:1] ready"]
+
+
+def test_the_stack_of_the_thread_that_crashed_is_found():
+    report = (
+        'before\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "t.py", line 2 in wait\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "a.py", line 3 in step\n  File "a.py", line 9 in <module>\n'
+        '  File "/x/rank_agent/run_script.py", line 1 in main\n\nExtension modules: numpy (total: 1)\n'
+    )
+    head, *frames = root_cause.python_stack(report)
+    assert head == "Fatal Python error: Aborted (most recent call first):"
+    assert frames == ['  File "a.py", line 3 in step', '  File "a.py", line 9 in <module>']
+    assert root_cause.python_stack("nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--epochs", "3", "train.py"], "options for your script go after the script"),
+        (["train.p"], "no such script; did you mean train.py?"),
+        (["--bucket", "25", "train.py"], "write 25MiB"),
+        (["-np", "99999", "train.py"], "add --oversubscribe"),
+    ],
+)
+def test_typing_errors_are_told_with_a_way_out(tmp_path, words, told):
+    (tmp_path / "train.py").touch()
+    done = call(main, *words, cwd=tmp_path)
+    assert done.returncode == 2 and told in done.stderr
+
+
+def test_without_arguments_three_examples_are_shown():
+    done = call(lambda words: main(words))
+    assert done.returncode == 2 and done.stderr.count("\n  distrib-launch ") == 3
+
+
+def test_a_long_silence_is_hinted_at_once():
+    said = []
+    console = types.SimpleNamespace(say=said.append)
+    detector = HangDetector(None, lambda *_: None, console, [])
+    for seconds in (59, 61, 62):
+        detector.check(detector._started + seconds, [])
+    assert len(said) == 1 and "for 60 s" in said[0] and "after 600 s" in said[0]
