@@ -61,14 +61,15 @@ class SourcePlace(NamedTuple):
         """
         return self._replace(column=self.column + characters)
 
-    def error(self, what: str, hint: str = "") -> HostfileError:
+    def error(self, what: str, hint: str = "", code: str = "") -> HostfileError:
         """Build an error at this position.
 
         Args:
             what: The problem.
             hint: The advice.
+            code: Kind of the error; empty: `hostfile`.
         """
-        return HostfileError(what, source=self.source, line=self.line, column=self.column, hint=hint)
+        return HostfileError(what, source=self.source, line=self.line, column=self.column, hint=hint, code=code)
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}" if self.line else self.source

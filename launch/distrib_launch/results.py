@@ -82,6 +82,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time on the launcher's clock."""
     exit_code: int | None = None
     signal: int | None = None
+    code: str = "rank-failed"
+    """Kind of the failure, one of `distrib.errors.ERROR_CODES`."""
     message: str
     traceback: str = ""
     """Traceback of the script, empty for none."""

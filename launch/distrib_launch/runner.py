@@ -417,7 +417,7 @@ def _not_started(plan: LaunchPlan, end: DistribError | KeyboardInterrupt, second
     code = signals.exit_code(end) if isinstance(end, KeyboardInterrupt) else end.exit_code
     failure = None
     if isinstance(end, DistribError):
-        failure = Failure(host="", time=time.time(), exit_code=code, message=str(end))
+        failure = Failure(host="", time=time.time(), exit_code=code, code=end.code, message=str(end))
     return Result(
         status="failed" if failure else "stopped", exit_code=code, world_size=plan.world_size,
         hosts=tuple(host.name for host in plan.hosts), seconds=seconds, restarts=0, ranks=(), first_failure=failure, warnings=(),

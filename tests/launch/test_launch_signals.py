@@ -230,4 +230,4 @@ def test_a_command_interrupted_during_ssh_cleans_up_and_reports_it(tmp_path, com
     if "--json" in command:
         told = json.loads((tmp_path / "run/result.json").read_text())
         assert (told["status"], told["exit_code"], told["hosts"]) == ("stopped", 130, ["nowhere"])
-        assert json.loads(out) == {"status": "stopped", "exit_code": 130, "error": "interrupted"}
+        assert json.loads(out) == {"status": "stopped", "exit_code": 130, "code": "stopped", "error": "interrupted"}

@@ -49,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse_with_config(command_parser, argv)
         return _run(arguments)
     except DistribError as error:
-        status, code, message = "failed", error.exit_code, str(error)
+        status, exit_code, code, message = "failed", error.exit_code, error.code, str(error)
     except KeyboardInterrupt as interrupt:
-        status, code, message = "stopped", signals.exit_code(interrupt), "interrupted"
+        status, exit_code, code, message = "stopped", signals.exit_code(interrupt), "stopped", "interrupted"
     report_error(message)
     # If parsing failed, `--json` is searched in the words; one among the script's arguments is harmless.
     if arguments.json if arguments else "--json" in (sys.argv[1:] if argv is None else argv):
         with contextlib.suppress(DistribError):  # standard output itself may have failed
-            _print_json({"status": status, "exit_code": code, "error": message})
-    return code
+            _print_json({"status": status, "exit_code": exit_code, "code": code, "error": message})
+    return exit_code
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -78,7 +78,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except DistribError as error:
         if "--json" in words:  # programs that read the output get JSON after every error, including mistyped options
             with contextlib.suppress(DistribError), tolerate_closed_pipe():
-                print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": str(error)}))
+                failed = {"status": "failed", "exit_code": error.exit_code, "code": error.code, "error": str(error)}
+                print(json.dumps(failed))
         raise
     return code
 

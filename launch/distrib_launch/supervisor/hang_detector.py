@@ -156,6 +156,7 @@ class HangDetector:
             rank=first.rank,
             host=first.host,
             time=time.time(),
+            code="hang",
             message=lines[0],
             traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in first.frames),
             log=str(ranks[first.rank].error_log),

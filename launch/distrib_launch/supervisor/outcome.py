@@ -50,15 +50,16 @@ class JobOutcome:
         """
         self._decided, self._failure = ("failed", 1), failure
 
-    def failure_here(self, message: str, *, log: str, host: str = "") -> Failure:
+    def failure_here(self, message: str, *, code: str, log: str, host: str = "") -> Failure:
         """Return a failure of the launcher, the engine or a host, not of a rank.
 
         Args:
             message: Description of the failure.
+            code: Kind of the failure.
             log: Path of a file with details.
             host: Host on which it failed, empty for this one.
         """
-        return Failure(host=host or socket.gethostname(), time=time.time(), message=message, log=log)
+        return Failure(host=host or socket.gethostname(), time=time.time(), code=code, message=message, log=log)
 
     def check_cancelled(self, engine_output: str) -> str:
         """Decide that the job was stopped if its engine reports that a user or the batch system cancelled it.

@@ -129,8 +129,16 @@ def describe_failure(
     message += _other_ranks(first, exits, message)
     return Failure(
         rank=first.rank, host=first.host, time=first.time, exit_code=first.exit_code, signal=first.signal,
-        message=message, traceback=error.traceback if error else "\n".join(stack), log=str(log),
+        code=_error_code(first), message=message, traceback=error.traceback if error else "\n".join(stack), log=str(log),
     )  # fmt: skip
+
+
+def _error_code(first: RankExit) -> str:
+    if first.lost and not first.signal:
+        return "host-lost" if first.lost == "silence" else "rank-lost"
+    if first.signal:
+        return "out-of-memory" if "out of memory" in first.message else "rank-killed"
+    return "rank-failed"
 
 
 def _message(first: RankExit, exits: Sequence[RankExit], error: ErrorRecord | None, stderr: str) -> str:

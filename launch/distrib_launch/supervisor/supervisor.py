@@ -296,7 +296,9 @@ class Supervisor:
             self._stop.begin(job.grace_seconds)  # the engine ended because of the failed rank
             return
         what = _engine_end_text(job, code, lost)
-        failure = self._outcome.failure_here(what, log=str(engine.log), host=lost if lost in job.hosts else "")
+        lost = lost if lost in job.hosts else ""
+        code_of_error = "host-lost" if lost else "engine-ended"
+        failure = self._outcome.failure_here(what, code=code_of_error, log=str(engine.log), host=lost)
         self._outcome.engine_failure = failure
         if job.plan.mode == "async":
             job.warn(f"{failure.message}; mode async does not need it any more")
@@ -306,7 +308,7 @@ class Supervisor:
 
     def _on_result_lost(self, what: str, log: str) -> None:
         if not self._outcome.is_decided:
-            self._outcome.fail(self._outcome.failure_here(what, log=log))
+            self._outcome.fail(self._outcome.failure_here(what, code="result-lost", log=log))
             self._stop.begin(self.job.grace_seconds)
 
     def _on_signal(self, number: int) -> None:
