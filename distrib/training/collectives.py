@@ -22,9 +22,10 @@ MESSAGE_BYTES = 250 << 20
 """The largest message of a broadcast, as in DistributedDataParallel."""
 IS_AVERAGED = "distrib_is_averaged"
 """Attribute of a tensor that is already a mean over the ranks. A gradient with it needs no all-reduce."""
-_NCCL_TYPES = {
+TYPES_OF_BACKENDS = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64,
 }  # fmt: skip
+"""Types that Gloo and NCCL carry. Other ones are sent as bytes."""
 _WIDER = {
     **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64),
     **dict.fromkeys((torch.float16, torch.bfloat16), torch.float32),
@@ -89,10 +90,10 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
     """
     for part in _group_by_device([_real(tensor.detach()) for tensor in tensors]):
         with torch.no_grad():
-            if known := [tensor for tensor in part if tensor.is_cuda and tensor.dtype in _NCCL_TYPES]:
+            if known := [tensor for tensor in part if tensor.is_cuda and tensor.dtype in TYPES_OF_BACKENDS]:
                 # With the fewest kernels, as DDP does.
                 dist._broadcast_coalesced(dist.group.WORLD, known, MESSAGE_BYTES, 0)  # type: ignore[attr-defined, arg-type]
-                part = [tensor for tensor in part if tensor.dtype not in _NCCL_TYPES]
+                part = [tensor for tensor in part if tensor.dtype not in TYPES_OF_BACKENDS]
             if not part:
                 continue
             message = torch.cat([_bytes(tensor) for tensor in part])

@@ -1,6 +1,6 @@
 """Gradient accumulation, and weights for batches of unequal sizes: a step has the mean gradient over all its samples.
 
-A loss must be the mean over the samples of its batch. A rank with b of the B samples of all R ranks weights its gradient by
+A loss must be the mean over the samples of its batch, or over the units of `Job.weigh`, such as tokens. A rank with b of the B samples of all R ranks weights its gradient by
 R b / B. Over several batches the gradient is the sum of b times each gradient, times R / sum of B. The weight is applied when a
 gradient arrives, before it is averaged over ranks, so scripts clip and read the mean.
 """
@@ -21,10 +21,10 @@ from distrib.training.model_parameters import optimizer_parameters
 
 @dataclass(kw_only=True)
 class BatchSamples:
-    """Sizes of the present batch on this rank and on all ranks, or any numbers in that proportion."""
+    """Weights of the present batch on this rank and on all ranks: its samples, or the numbers given to `Job.weigh`."""
 
-    own: int = 1
-    all: int = 1
+    own: float = 1
+    all: float = 1
     weighted_by: dict[torch.Tensor, GradientAccumulator] = field(default_factory=dict)
     """The accumulator that weights a parameter's gradient: only one, even if several optimizers have the parameter."""
 

@@ -211,6 +211,24 @@ class Job:
         """
         self._open().state.set_accumulation(batches)
 
+    def weigh(self, amount: float) -> None:
+        """Set how much this rank's batch counts in the mean gradient, in place of its samples. Call it before backward.
+
+        The loss must be a mean over `amount` terms, such as tokens. Collective in mode sync. The next batch counts by its samples again.
+        Give 1 on every rank if the loss has been divided by the mean of all ranks already.
+
+        Args:
+            amount: Terms of this rank's loss, 0 or more.
+
+        Raises:
+            TrainingError: `amount` is negative or not finite, or 0 on every rank.
+
+        Example:
+            job.weigh((targets != -100).sum())
+            loss = cross_entropy(model(tokens), targets, ignore_index=-100)
+        """
+        self._open().weigh(float(amount))
+
     def settle(self) -> None:
         """Make the models identical on all ranks now. Collective.
 

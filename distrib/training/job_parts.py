@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
+from distrib.errors import TrainingError
 from distrib.training import shutdown
 from distrib.training.checkpoint.manager import Checkpoints
 from distrib.training.checkpoint.replicas import Run
@@ -43,6 +45,7 @@ class JobParts:
         self.last_step = LastStep()
         batch = BatchSamples(own=1, all=world.size)
         state = self.state = TrainingState(strategy=strategy, batch=batch, accumulate=strategy.settings.accumulate)
+        state.samples = 1, world.size
         usage = UsageChecks(state)
         loaders = JobLoaders(state, self.collectives, usage)
         divergence = None
@@ -63,6 +66,23 @@ class JobParts:
     def is_main(self) -> bool:
         """True on the main rank. In mode async, waits until the servers confirm it."""
         return self.elastic.is_main if self.elastic else self.strategy.world.rank == 0
+
+    def weigh(self, amount: float) -> None:
+        """Set the weight of this rank's batch; see `Job.weigh`.
+
+        Args:
+            amount: Terms of this rank's loss.
+
+        Raises:
+            TrainingError: The weight is negative or not finite, or the weights of all ranks are 0.
+        """
+        if not 0 <= amount < math.inf:
+            raise TrainingError(f"weigh({amount!r})", hint="give the number of terms of this rank's loss, 0 or more")
+        averages = self.strategy.averaged_ranks > 1
+        every = float(self.collectives.all_reduce(float(amount), "sum")) if averages else amount
+        if not every:
+            raise TrainingError("weigh: the weights of all ranks are 0", hint="leave such a batch out on every rank")
+        self.state.weigh_batch(amount, every)
 
     def settle(self) -> None:
         """Make the models identical on all ranks. Collective."""

@@ -24,7 +24,7 @@ def move_to_device(
         which: Selects tensors (default: all).
 
     Returns:
-        The batch with these tensors on the device. Anything else is the same object.
+        The batch with these tensors on the device. An object in which nothing is moved is returned itself.
     """
 
     def one(value: Any) -> Any:
@@ -37,12 +37,11 @@ def move_to_device(
         return batch.to(device, non_blocking=leaves and _is_pinned(batch))
     if isinstance(batch, PackedSequence):
         return batch.to(device, non_blocking=_is_pinned(batch))  # type: ignore[arg-type]
-    if type(batch) is dict:
-        return {key: one(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(one, batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map(one, batch))
+        items = [one(item) for item in batch]
+        if all(there is item for there, item in zip(items, batch, strict=True)):
+            return batch
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     # The class of a mapping: its attributes may be keys.
     where = type(batch) if isinstance(batch, MutableMapping) else batch
     if callable(getattr(where, "to", None)) and not isinstance(batch, (type, nn.Module)):
@@ -53,16 +52,21 @@ def move_to_device(
                 return batch if there is None else there
         return batch
     if isinstance(batch, MutableMapping):
-        mapping = copy.copy(batch)
-        for key, value in batch.items():
-            mapping[key] = one(value)
-        return mapping
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changed = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(changed, field.name, one(getattr(batch, field.name)))  # also where it is frozen
-        return changed
-    return batch
+        values = dict(batch)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
+    else:
+        return batch
+    moved = {name: there for name, value in values.items() if (there := one(value)) is not value}
+    if not moved:
+        return batch
+    changed = copy.copy(batch)
+    for name, value in moved.items():
+        if isinstance(batch, MutableMapping):
+            changed[name] = value
+        else:
+            object.__setattr__(changed, name, value)  # also where it is frozen
+    return changed
 
 
 def _is_pinned(batch: torch.Tensor | PackedSequence) -> bool:

@@ -23,6 +23,8 @@ class TrainingState:
     """Sizes of the present batch."""
     accumulate: int
     """Batches in a step."""
+    samples: tuple[int, int] = (1, 1)
+    """Samples of the present batch on this rank and on all ranks."""
     models: list[nn.Module] = field(default_factory=list)
     """Prepared models with parameters that require a gradient."""
     steppers: list[OptimizerStepper] = field(default_factory=list)
@@ -38,7 +40,8 @@ class TrainingState:
     @property
     def samples_per_step(self) -> int:
         """Samples of this rank in a step; 0 if the script reads no prepared loader whose batches have a known size."""
-        return self.batch.own * self.accumulate if self.batch.all > self.batch.own > 1 else 0
+        own, every = self.samples
+        return own * self.accumulate if every > own > 1 else 0
 
     @property
     def replicated_models(self) -> list[nn.Module]:
@@ -67,11 +70,20 @@ class TrainingState:
         Returns:
             The sizes before.
         """
-        before = self.batch.own, self.batch.all
+        before, self.samples = self.samples, (own, every)
+        self.weigh_batch(own, every)
+        return before
+
+    def weigh_batch(self, own: float, every: float) -> None:
+        """Set the weight of the present batch, in place of its samples.
+
+        Args:
+            own: Weight of this rank's batch.
+            every: Sum of the weights of all ranks.
+        """
         self.batch.own, self.batch.all = own, every
         for stepper in self.steppers:
             stepper.accumulator.update_hooks()
-        return before
 
     def set_accumulation(self, batches: int) -> None:
         """Set the number of batches in a step, unless it was chosen at launch. Collective.

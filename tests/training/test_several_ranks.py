@@ -91,3 +91,20 @@ def test_the_example_reaches_95_percent_on_two_ranks():
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
     assert last.startswith("validation accuracy ") and float(last.split()[2]) >= 95
+
+
+@pytest.mark.parametrize(
+    ("lessons", "strategy"),
+    [
+        ("batches_of_arrays,tokens,unusual_types", {"mode": "sync"}),
+        (
+            "noise_between_rounds,unusual_types",
+            {"mode": "local", "inner_steps": 4, "outer": {"lr": 1.0, "momentum": 0.0}},
+        ),
+    ],
+    ids=["sync", "local"],
+)
+def test_weights_of_batches_types_and_changed_parameters(lessons, strategy):
+    result = run_ranks(2, SCRIPTS / "weights.py", lessons, DISTRIB_STRATEGY=json.dumps(strategy))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == lessons.split(",")

@@ -192,3 +192,10 @@ def test_loader_workers_read_the_share_of_their_rank():
     loader = sharded(DataLoader(range(40), 5, num_workers=2, shuffle=True, multiprocessing_context="fork"), 1, 2)
     seen = set(flat(read(loader)))
     assert len(seen) == 20 and seen < set(range(40))
+
+
+def test_without_gradients_each_sample_is_read_once():
+    """Also if the model is in training mode."""
+    with torch.no_grad():
+        ranks = [flat(read(sharded(DataLoader(range(21)), rank, 2))) for rank in range(2)]
+    assert sorted(ranks[0] + ranks[1]) == list(range(21))

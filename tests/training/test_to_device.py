@@ -46,3 +46,26 @@ def test_batches_of_user_classes_are_moved():
     assert pair.x.is_meta and pair.half.is_meta and pair.words[0] == "a" and pair.words[1].is_meta
     assert there[1].at == meta and there[2] is quantity
     assert not batch["ids"].is_meta and not batch["pair"].x.is_meta  # the script's own batch is unchanged
+
+
+@dataclasses.dataclass
+class Unfinished:
+    x: torch.Tensor
+    cache: list[int] = dataclasses.field(init=False)
+
+
+class Strict(list):
+    """List that cannot be built from its items."""
+
+    def __init__(self, first, second):
+        super().__init__([first, second])
+
+
+def test_batches_that_cannot_be_rebuilt():
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    unfinished = Unfinished(torch.ones(2))
+    assert move_to_device(unfinished, cpu) is unfinished  # nothing is moved
+    moved = move_to_device(unfinished, meta)
+    assert moved.x.is_meta and not hasattr(moved, "cache") and not unfinished.x.is_meta
+    strict = Strict("a", 2)
+    assert move_to_device({"words": strict}, meta)["words"] is strict

@@ -242,8 +242,11 @@ class _Drawn(Sequence[int]):
 
 
 def _samples(item: Any) -> int:
-    """Count the samples of an item that a sampler yielded: the length of a batch, or 1."""
-    return len(item) if isinstance(item, (list, tuple)) else 1
+    """Count the samples of an item that a sampler yielded: the length of a list, array, tensor or range of indices, else 1."""
+    try:
+        return 1 if isinstance(item, (str, bytes)) else len(item)
+    except TypeError:  # an index, or a tensor without dimensions
+        return 1
 
 
 @contextmanager

@@ -178,6 +178,8 @@ class ShardedLoader(Iterable[Any]):
 
     def _must_be_even(self) -> bool:
         """Test if every rank must take the same number of steps: while training, as gradients are averaged."""
+        if not torch.is_grad_enabled():
+            return False
         training = self._context.is_training()
         return self._is_shuffled if training is None else training
 
@@ -258,9 +260,8 @@ class ShardedLoader(Iterable[Any]):
                 self._epochs.on_batch(begun)
                 yield batch
                 has_step = self._epochs.has_step(begun)
-                if not begun.trains and (
-                    context.is_training() or (has_step and context.clock.count_steps() is not None)
-                ):
+                is_training = torch.is_grad_enabled() and context.is_training()
+                if not begun.trains and (is_training or (has_step and context.clock.count_steps() is not None)):
                     begun.trains = True
                     self._check_even()
                 if balancer:

@@ -20,7 +20,7 @@ from distrib.bandwidth_model.bucketing import (
 from distrib.errors import TrainingError
 from distrib.strategy import FORMATS, Gradients, Strategy
 from distrib.training.checks.cross_rank import list_names
-from distrib.training.collectives import IS_AVERAGED, broadcast_tensors, gather_objects
+from distrib.training.collectives import IS_AVERAGED, TYPES_OF_BACKENDS, broadcast_tensors, gather_objects
 from distrib.training.gradients.comm_hook import (
     GpuCompressionHook,
     GpuWholeBucketHook,
@@ -295,6 +295,12 @@ def _wrap_on_gpu(model: nn.Module, device: torch.device, settings: Strategy, opt
 
 
 def _wrap(model: nn.Module, bucket_bytes: int | None, options: dict[str, Any]) -> DdpModule:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    others = {name: t for name, t in tensors if not (t.requires_grad or t.is_complex() or t.dtype in TYPES_OF_BACKENDS)}
+    if others:
+        broadcast_tensors([*others.values()])
+        ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *others}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     wrapped = DdpModule(model, bucket_cap_mb=bucket_bytes / 2**20 if bucket_bytes else None, **options)
     if names := hidden_attributes(wrapped):
         _note(

@@ -181,7 +181,7 @@ class LocalSgdStrategy(TrainingStrategy):
 
     def synchronize(self) -> None:
         self.finish_rounds()
-        self._check_others()
+        self._average_differing()
 
     def state_dict(self) -> dict[str, Any]:
         return {"local": [round_.state() for round_ in self._rounds.values()]}
@@ -204,30 +204,29 @@ class LocalSgdStrategy(TrainingStrategy):
         for round_, one in zip(self._rounds.values(), states, strict=True):
             round_.restore(one)
 
-    def _check_others(self) -> None:
-        """Average frozen parameters and buffers that differ between ranks. Collective.
+    def _average_differing(self) -> None:
+        """Average parameters and buffers that differ between ranks, such as those that the script changed itself. Collective.
 
         Raises TrainingError if a trainable parameter differs that no prepared optimizer has.
         """
         known = {id(parameter) for optimizer in self._rounds for parameter in optimizer_parameters(optimizer)}
-        others: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             for name, parameter in model.named_parameters():
-                if id(parameter) not in known or not parameter.requires_grad:
-                    others[f"{number}.{name}"] = parameter
+                values[f"{number}.{name}"] = parameter
             buffers = self._buffers[model].current()  # also of trained models: batches without steps change them
-            others.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
-        own = {name: str(bit_sum(values)) for name, values in others.items()}
+            values.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
+        own = {name: str(bit_sum(tensor)) for name, tensor in values.items()}
         diverged = [
             name for name, differs in zip(own, find_differing([*own.values()]) if own else [], strict=True) if differs
         ]
         for name in diverged:
-            if others[name].requires_grad:
+            if values[name].requires_grad and id(values[name]) not in known:
                 raise TrainingError(
                     f"{name.partition('.')[2]} differs between ranks, and no prepared optimizer has it",
                     hint="prepare the optimizer that updates it, or freeze it if it only follows a model, such as an average",
                 )
-        _average([others[name] for name in diverged], self.world.size)
+        _average([values[name] for name in diverged], self.world.size)
 
 
 class _Round:
@@ -378,9 +377,14 @@ class _Fragment:
         return self._common is not None
 
     def begin(self) -> None:
-        """Copy the common parameters at the start of a round."""
+        """Copy the common parameters at the start of a round. Collective.
+
+        Where the script changed parameters differently on each rank since the last round, their mean is common.
+        """
         if self._common is None:
             self._common = flatten_tensors(self.parameters)
+            if self._ranks > 1 and _differs(self._common):
+                _average([self._common], self._ranks)
 
     def send(self, due: int) -> None:
         """Start the all-reduce of the pseudo-gradients, which is awaited after step `due`. Collective."""
@@ -433,6 +437,14 @@ def _average(values: Sequence[torch.Tensor], ranks: int) -> None:
         dist.all_reduce(flat)
         unflatten_tensors(flat, means)
     broadcast_tensors([one for one in values if not (one.is_floating_point() or one.is_complex())])
+
+
+def _differs(values: torch.Tensor) -> bool:
+    """Test if a tensor differs between ranks. Collective."""
+    own = bit_sum(values) % 2**62
+    largest = torch.tensor([own, -own], device=values.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest[0]) != -int(largest[1])
 
 
 def _size(parameter: torch.Tensor) -> int:
