@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from distrib.errors import ConfigError
+from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.options import Parser, option_words
 
 if sys.version_info >= (3, 11):
@@ -27,8 +28,7 @@ def add_config_option(parser: argparse._ActionsContainer) -> None:
     Args:
         parser: Parser or group.
     """
-    parser.add_argument("--config", metavar="FILE", help="read options from a TOML or YAML file, such as 'max-restarts: 3'; the "
-                        "command line wins")  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help=CommonHelp("read options from FILE, such as job.toml or job.yaml"))  # fmt: skip
 
 
 def parse_with_config(parser: Parser, words: Sequence[str] | None) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from distrib._version import __version__
 from distrib_launch import engines
 from distrib_launch.arguments import training_options
 from distrib_launch.arguments.config_file import add_config_option, parse_with_config
+from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.options import (
     Parser,
     accept_old_spelling,
@@ -27,13 +28,13 @@ from distrib_launch.arguments.options import (
 from distrib_launch.launch_options import GRACE_SECONDS, LaunchOptions, PodOptions
 from distrib_launch.rank_agent.affinity import BINDINGS
 
+USAGE = "distrib-launch [options] SCRIPT [ARGS...]"
+EXAMPLES = """\
+  distrib-launch -np 2 train.py --epochs 3    two ranks on this machine
+  distrib-launch -H cluster.txt train.py      one rank per slot of a hostfile
+  distrib-launch --dry-run -np 2 train.py     show the plan, start nothing
+"""
 EPILOG = """\
-examples:
-  distrib-launch -np 2 train.py --epochs 3        two ranks on this machine
-  distrib-launch -H cluster.txt train.py          one rank per slot of a hostfile
-  distrib-launch -H node[1-4]:8 train.py          the same, hosts named here
-  distrib-launch -H cluster.txt --dry-run train.py   show the plan, start nothing
-
 exit code: 0 if every rank succeeded, else that of the rank that failed first (128 + signal),
 2 usage, hostfile or topology, 3 preflight refused, 124 time limit, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP,
 1 not started, hung, or a rank or the engine lost
@@ -44,11 +45,10 @@ def parser() -> Parser:
     """Return the parser of the command; `distrib_launch.run` takes the same options."""
     p = Parser(
         prog="distrib-launch",
-        usage="distrib-launch [options] SCRIPT [ARGS...]",
         description="Run a training script on several machines, one rank per GPU or slot.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    p.shorten_help(USAGE, EXAMPLES)
     _add_host_options(p.add_argument_group("where to run"))
     _add_run_options(p.add_argument_group("how to run"))
     training_options.add_options(p)
@@ -63,8 +63,8 @@ def parser() -> Parser:
 def _add_host_options(group: argparse._ArgumentGroup) -> None:
     add_hosts(group, "a Slurm allocation's, else this machine")
     group.add_argument("-n", "-np", "--np", dest="ranks", type=integer("ranks"), metavar="N",
-                       help="start N ranks (default: one for each slot)")  # fmt: skip
-    group.add_argument("--oversubscribe", action="store_true", help="start more than 8 ranks per core of this machine")
+                       help=CommonHelp("start N ranks (default: one for each slot)"))  # fmt: skip
+    group.add_argument("--oversubscribe", action="store_true", help="allow more than 8 ranks per core of this machine")
     add_host_filter(group)
     group.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: fill "
                        "one host after the other)")  # fmt: skip
@@ -76,27 +76,25 @@ def _add_host_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--engine", choices=engines.NAMES, help="start ranks with Open MPI's mpirun over ssh, with Slurm's srun, "
-                       "or write an MPIJob for Kubernetes (default: mpirun; srun inside a Slurm job whose hosts are used)")  # fmt: skip
+    group.add_argument("--engine", choices=engines.NAMES, help="start ranks with mpirun over ssh, with srun, or write an MPIJob for "
+                       "Kubernetes (default: mpirun; srun in a Slurm job whose hosts are used)")  # fmt: skip
     group.add_argument("--bind", choices=BINDINGS, default="auto", help="bind ranks to cores near their GPU or to their share of the "
                        "host's (auto, core), to whole NUMA nodes (numa), or not (default: auto)")  # fmt: skip
     group.add_argument("-m", "--module", action="store_true", help="run SCRIPT as a module, as python -m does")
+    group.add_argument("--sync", metavar="DIR", help=CommonHelp("copy this folder to all hosts first, such as ."))
+    group.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]",
+                       help=CommonHelp("set or forward a variable, such as NCCL_DEBUG=INFO"))  # fmt: skip
     group.add_argument(
-        "--sync", metavar="DIR", help="copy this folder to the same path on every host first (rsync), such as ."
+        "--timeout", type=_seconds, metavar="TIME", help="stop the job after this time, such as 90, 30s or 2h"
     )
-    group.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set or forward a variable on "
-                       "every rank, such as NCCL_DEBUG=INFO; may be repeated")  # fmt: skip
-    group.add_argument(
-        "--timeout", type=_seconds, metavar="TIME", help="stop the job after this time, such as 90, 30s, 10m or 2h"
-    )
-    group.add_argument("--hang-timeout", type=_seconds, metavar="TIME", help="abort the job if no rank makes progress for this "
-                       "time, such as 5m (default: report a hang after 10m and continue)")  # fmt: skip
+    group.add_argument("--hang-timeout", type=_seconds, metavar="TIME", help=CommonHelp("stop after this time without progress, such as 5m "
+                       "(default: report a hang after 10m and continue)"))  # fmt: skip
     group.add_argument("--host-timeout", type=_seconds, metavar="TIME", help="probe a host that was silent for this time, and "
                        "declare it lost if it does not reply (default: 1.8s; 30s in mode async)")  # fmt: skip
-    group.add_argument("--max-restarts", type=integer("restarts", minimum=0), default=0, metavar="N", help="restart a failed job "
-                       "up to N times on the healthy hosts, from its last checkpoint (default: 0)")  # fmt: skip
-    group.add_argument("--min-hosts", type=integer("hosts"), metavar="M", help="start and restart with at least M healthy hosts "
-                       "(default: all; a lost host is waited for up to 10m)")  # fmt: skip
+    group.add_argument("--max-restarts", type=integer("restarts", minimum=0), default=0, metavar="N", help=CommonHelp("restart a "
+                       "failed job up to N times (default: 0)"))  # fmt: skip
+    group.add_argument("--min-hosts", type=integer("hosts"), metavar="M", help=CommonHelp("start and restart on M hosts or more "
+                       "(default: all)"))  # fmt: skip
     group.add_argument("--grace", type=_seconds, default=GRACE_SECONDS, metavar="TIME", help="wait this long between SIGTERM and "
                        "SIGKILL (default: 5s)")  # fmt: skip
 
@@ -104,8 +102,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
 def _add_forecast_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--workload", metavar="NAME|FILE", help="predict the scaling of this workload: a network of the catalogue, "
                        "such as ResNet-50, or a profile; none: no prediction (default: NAME.profile.json beside NAME.py)")  # fmt: skip
-    group.add_argument("--profile", metavar="FILE", help="profile a step of the script on one rank, write it to FILE (JSON) and "
-                       "end the script after 25 steps")  # fmt: skip
+    group.add_argument("--profile", metavar="FILE", help=CommonHelp("profile 25 steps on one rank, write them to FILE, such as "
+                       "train.profile.json, and stop"))  # fmt: skip
     group.add_argument("--warn-below", type=fraction, default=0.8, metavar="PERCENT", help="warn if the scaling efficiency is below "
                        "PERCENT; 0: never (default: 80%%)")  # fmt: skip
 
@@ -123,22 +121,20 @@ def _add_pod_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_output_options(group: argparse._ArgumentGroup) -> None:
     add_config_option(group)
-    group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    group.add_argument("--dry-run", action="store_true", help=CommonHelp("print the plan and start nothing"))
     group.add_argument("--json", action="store_true", help="print the plan, or the result, as JSON")
-    group.add_argument("--run-dir", type=os.path.expanduser, metavar="DIR", help="write logs and results to DIR (default: "
-                       "distrib-runs/<time>-<script>)")  # fmt: skip
-    group.add_argument(
-        "-q", "--quiet", action="store_true", help="show no output of ranks and no status lines (the logs have them)"
-    )
+    group.add_argument("--run-dir", type=os.path.expanduser, metavar="DIR", help=CommonHelp("write logs and results to DIR "
+                       "(default: distrib-runs/<time>-<script>)"))  # fmt: skip
+    group.add_argument("-q", "--quiet", action="store_true",
+                       help=CommonHelp("show no status lines and no output of ranks"))  # fmt: skip
     group.add_argument("--show-rank", type=int, metavar="R", help="show the output of rank R only (default: all ranks)")
     accept_old_spelling(group, "--only-rank", "--show-rank")
     group.add_argument(
         "--no-dedup", dest="dedup", action="store_false", help="show identical lines of several ranks one by one"
     )
     accept_old_spelling(group, "--no-fold", "--no-dedup")
-    group.add_argument(
-        "-v", "--verbose", action="store_true", help="also show the network, the engine's command and durations"
-    )
+    group.add_argument("-v", "--verbose", action="store_true",
+                       help=CommonHelp("also show network, engine command and durations"))  # fmt: skip
     group.add_argument("--version", action="version", version=f"distrib {__version__}")
 
 

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
+from distrib_launch.arguments.help_text import CommonHelp, HelpFormatter, add_help_all, short_help
 from distrib_launch.host_selection import HostFilter
 from distrib_launch.launch_options import HOST_FILE_NAME
 
@@ -33,7 +34,23 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that raises ConfigError and accepts no abbreviations, which new options would make ambiguous."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, allow_abbrev=False)
+        super().__init__(**settings, allow_abbrev=False, formatter_class=HelpFormatter)
+        self.examples = ""
+
+    def shorten_help(self, usage: str, examples: str) -> None:
+        """Let `--help` show the common options only, and add `--help-all`.
+
+        Args:
+            usage: First line of both.
+            examples: Indented command lines.
+        """
+        self.usage, self.examples = usage, examples
+        self.epilog = f"examples:\n{examples}\n{self.epilog or ''}"
+        add_help_all(self)
+
+    def format_help(self) -> str:
+        """Return the text of `--help`."""
+        return short_help(self, self.examples) if self.examples else super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Raise the error of a command line.
@@ -210,7 +227,7 @@ def add_hosts(parser: argparse._ActionsContainer, default: str) -> None:
         default: Hosts that are used without `-H`, as text for the help.
     """
     parser.add_argument("-H", "--hosts", action=_OnlyOnce, metavar="FILE|LIST",
-                        help=f"use the hosts of a hostfile, or hosts such as a:2,b:2 (default: {default})")  # fmt: skip
+                        help=CommonHelp(f"use the hosts of a hostfile or list, such as a:2,b:2 (default: {default})"))  # fmt: skip
     parser.add_argument("--topology", metavar="FILE", help="read the description of the hosts from FILE (default: the YAML file "
                         "beside the hostfile with the same stem)")  # fmt: skip
 

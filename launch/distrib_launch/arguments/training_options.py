@@ -9,6 +9,7 @@ import msgspec
 from distrib import strategy, units
 from distrib.errors import ConfigError
 from distrib.strategy import MODES, OuterOptimizer, Strategy, format_names
+from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.options import integer
 
 
@@ -18,43 +19,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Parser of `distrib-launch`.
     """
-    group = parser.add_argument_group("how ranks train together (scripts with distrib.init())")
-    group.add_argument("--mode", choices=[*MODES, "auto"], default="sync", help="sync: all-reduce in every step. "
-                       "async: parameter servers. local: local SGD / DiLoCo. auto: the fastest setting that is numerically equivalent "
-                       "to sync (default: sync)")  # fmt: skip
+    group = parser.add_argument_group("how to train (scripts with distrib.init())")
+    group.add_argument("--mode", choices=[*MODES, "auto"], default="sync", metavar="MODE", help=CommonHelp(
+                       "train with sync (all-reduce in every step), local (local SGD, DiLoCo), async (parameter servers), or auto (the "
+                       "fastest setting equivalent to sync) (default: sync)"))  # fmt: skip
     group.add_argument("--backend", choices=["torch", "horovod"], default="torch", help="average gradients with torch.distributed or "
                        "Horovod (default: torch)")  # fmt: skip
-    group.add_argument("--gradients", default="fp32", metavar="FORMAT", help=f"send gradients as {format_names()}, such as "
-                       "powersgd:4 (default: fp32)")  # fmt: skip
+    group.add_argument("--gradients", default="fp32", metavar="FORMAT", help=CommonHelp(f"send gradients as {format_names()} "
+                       "(default: fp32)"))  # fmt: skip
     group.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="reduce over all ranks at once "
                        "(flat) or inside each host first (hierarchical) (default: auto)")  # fmt: skip
     group.add_argument(
         "--bucket", metavar="SIZE", help="send gradients in buckets of SIZE, such as 25MiB (default: by the link rate)"
     )
-    group.add_argument("--accumulate", type=integer("batches"), default=1, metavar="N", help="accumulate gradients of N batches in each "
-                       "step and all-reduce their mean once (default: 1)")  # fmt: skip
+    group.add_argument("--accumulate", type=integer("batches"), default=1, metavar="N", help="accumulate gradients of N "
+                       "batches before each all-reduce (default: 1)")  # fmt: skip
     group.add_argument("--balance", action="store_true", help="give faster ranks larger batches")
-    group.add_argument("--inner-steps", type=integer("steps"), metavar="H", help="mode local: average parameters every H steps "
+    group = parser.add_argument_group("with --mode local")
+    group.add_argument("--inner-steps", type=integer("steps"), metavar="H", help="average parameters every H steps "
                        "(default: 500)")  # fmt: skip
-    group.add_argument("--outer", default="diloco", metavar="RULE", help="mode local: apply averages with diloco (outer Nesterov "
+    group.add_argument("--outer", default="diloco", metavar="RULE", help="apply averages with diloco (outer Nesterov "
                        "momentum), average (local SGD), or LR[:MOMENTUM], such as 0.7:0.9 (default: diloco)")  # fmt: skip
-    group.add_argument("--fragments", type=integer("fragments"), default=1, metavar="F", help="mode local: average F fragments of the "
+    group.add_argument("--fragments", type=integer("fragments"), default=1, metavar="F", help="average F fragments of the "
                        "parameters at different steps (default: 1)")  # fmt: skip
-    group.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="mode local: continue for N steps while an average is "
+    group.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="continue for N steps while an average is "
                        "being computed (default: 0)")  # fmt: skip
-    group.add_argument("--servers", type=integer("servers"), metavar="K", help="mode async: start K parameter servers, on idle hosts if "
+    group = parser.add_argument_group("with --mode async")
+    group.add_argument("--servers", type=integer("servers"), metavar="K", help="start K parameter servers, on idle hosts if "
                        "there are any (default: one on each worker's host, or on hosts with role=server)")  # fmt: skip
-    group.add_argument("--staleness", type=_staleness, metavar="S", help="mode async: let a rank be at most S steps ahead of the "
+    group.add_argument("--staleness", type=_staleness, metavar="S", help="let a rank be at most S steps ahead of the "
                        "slowest, such as 4 (default: unbounded)")  # fmt: skip
-    group.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: keep so many replicas of each server's "
+    group.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="keep so many replicas of each server's "
                        "shard (default: 0)")  # fmt: skip
-    group.add_argument("--stale-rate", action=argparse.BooleanOptionalAction, default=True, help="mode async: divide the learning rate "
+    group.add_argument("--stale-rate", action=argparse.BooleanOptionalAction, default=True, help="divide the learning rate "
                        "by the staleness of an update (arXiv:1511.05950; default: yes)")  # fmt: skip
-    group.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="mode async: compensate gradients for their "
+    group.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="compensate gradients for their "
                        "delay (DC-ASGD, arXiv:1609.08326), such as 0.04 (default: off)")  # fmt: skip
-    group.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: give each worker "
+    group.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="give each worker "
                        "its own look-ahead momentum of SGD (DANA, arXiv:1907.11612; default: yes)")  # fmt: skip
-    group.add_argument("--host-reduction", action=argparse.BooleanOptionalAction, default=True, help="mode async: average the gradients "
+    group.add_argument("--host-reduction", action=argparse.BooleanOptionalAction, default=True, help="average the gradients "
                        "of a host's ranks before they are sent to other hosts (default: yes)")  # fmt: skip
 
 

@@ -42,6 +42,7 @@ def add_options(check: argparse.ArgumentParser) -> None:
     Args:
         check: Its parser.
     """
+    check.usage = "distrib-topo check [options] [SCRIPT]"
     add_hosts(check, "a Slurm allocation's, else this machine")
     add_host_filter(check)
     add_connection_options(check)

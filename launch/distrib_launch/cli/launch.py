@@ -17,18 +17,9 @@ from distrib.utils import files, signals
 from distrib_launch import run_directory
 from distrib_launch.arguments.completion import complete_words, is_completing
 from distrib_launch.arguments.config_file import parse_with_config
-from distrib_launch.arguments.launch_arguments import launch_options, parser
+from distrib_launch.arguments.launch_arguments import EXAMPLES, USAGE, launch_options, parser
 from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
 from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
-
-SHORT_USAGE = """\
-usage: distrib-launch [options] SCRIPT [ARGS...]
-
-  distrib-launch -np 2 train.py --epochs 3    two ranks on this machine
-  distrib-launch -H cluster.txt train.py      one rank per slot of a hostfile
-  distrib-launch --dry-run -np 2 train.py     show the plan, start nothing
-
-distrib-launch --help lists all options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = None
     ignore_closed_streams()
     if not (sys.argv[1:] if argv is None else argv) and not is_completing():
-        print(SHORT_USAGE, file=sys.stderr)
+        print(f"usage: {USAGE}\n\n{EXAMPLES}\ndistrib-launch --help lists the options.", file=sys.stderr)
         return 2
     try:
         command_parser = parser()

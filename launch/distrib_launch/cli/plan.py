@@ -10,38 +10,49 @@ import msgspec
 from distrib.bandwidth_model import planner, scaling_plot
 from distrib.cluster.hosts import MAX_HOSTS
 from distrib.utils import plotting
-from distrib_launch.arguments.options import add_host_filter, add_hosts, fraction, host_filter, integer
+from distrib_launch.arguments.help_text import CommonHelp
+from distrib_launch.arguments.options import Parser, add_host_filter, add_hosts, fraction, host_filter, integer
 from distrib_launch.cli import plan_report, plan_request
 from distrib_launch.console import tolerate_closed_pipe
 
+USAGE = "distrib-topo plan [options] --workload NAME|FILE"
+EXAMPLES = """\
+  distrib-topo plan --workload train.profile.json -H cluster.txt
+  distrib-topo plan --workload ResNet-50 --gpu A100 --network HDR --nodes 1..64
+  distrib-topo plan --workload ResNet-50 -H cluster.txt --compare 100GbE,HDR
+"""
 
-def add_options(plan: argparse.ArgumentParser) -> None:
+
+def add_options(plan: Parser) -> None:
     """Add the options of the command.
 
     Args:
         plan: Its parser.
     """
-    plan.add_argument("--workload", metavar="NAME|FILE", required=True, help="what is trained: a network of the catalogue such as "
-                      "ResNet-50, or the file of distrib-launch --profile")  # fmt: skip
-    add_hosts(plan, "all of the topology")
-    add_host_filter(plan)
-    plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 (powers of two between) "
-                      "or 1,2,4 (default: up to those there are, or 16)")  # fmt: skip
-    plan.add_argument("--ranks-per-node", type=integer("ranks"), metavar="N", help="default: the hostfile's slots, a rank for each GPU, or "
-                      "8 with GPUs that no file describes, 1 on CPUs")  # fmt: skip
+    plan.shorten_help(USAGE, EXAMPLES)
+    job = plan.add_argument_group("which job on which hosts")
+    job.add_argument("--workload", metavar="NAME|FILE", required=True, help=CommonHelp("predict a network of the catalogue, such as "
+                     "ResNet-50, or the file of distrib-launch --profile"))  # fmt: skip
+    add_hosts(job, "all of the topology")
+    add_host_filter(job)
+    job.add_argument("--nodes", type=_nodes, metavar="N|A..B", help=CommonHelp("predict for so many hosts, such as 16, 1,2,4 or 1..64 "
+                     "(default: up to those there are, or 16)"))  # fmt: skip
+    job.add_argument("--ranks-per-node", type=integer("ranks"), metavar="N", help="give each host N ranks (default: the hostfile's "
+                     "slots, one per GPU, 8 for GPUs that no file describes, 1 on CPUs)")  # fmt: skip
     what = plan.add_argument_group("what if")
-    what.add_argument("--gpu", metavar="NAME", help="with GPUs of this kind")
-    what.add_argument("--network", metavar="NET", help="with this network: 25GbE, HDR, '4 x NDR', 'RoCE 100Gb/s'")
-    what.add_argument("--gpudirect", choices=["on", "off"], help="with GPUDirect RDMA, or through host memory")
-    what.add_argument("--batch", type=integer("samples"), metavar="N", help="with batches of N samples for each rank")
-    what.add_argument(
-        "--compare", metavar="NET[=PRICE],...", help="several networks side by side; PRICE of a node's share"
-    )
-    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help="report the bandwidth that this needs "
-                      "(default: 90%%)")  # fmt: skip
-    plan.add_argument("--json", action="store_true", help="print JSON: seconds, bytes, bytes per second")
-    plan.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw scaling into FILE (.svg, .png, .pdf); the "
-                      "timeline of a step where its name has 'timeline' in it (may be repeated)")  # fmt: skip
+    what.add_argument("--gpu", metavar="NAME", help=CommonHelp("assume GPUs of this kind, such as A100"))
+    what.add_argument("--network", metavar="NET", help=CommonHelp("assume this network, such as 25GbE or '4 x NDR'"))
+    what.add_argument("--gpudirect", choices=["on", "off"], help="assume GPUDirect RDMA, or copies through host memory "
+                      "(default: as described)")  # fmt: skip
+    what.add_argument("--batch", type=integer("samples"), metavar="N", help=CommonHelp("assume N samples per rank (default: the "
+                      "workload's)"))  # fmt: skip
+    what.add_argument("--compare", metavar="NET[=PRICE],...", help=CommonHelp("compare networks and prices per host, such as "
+                      "100GbE=400,HDR=1000"))  # fmt: skip
+    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the bandwidth for this (default: 90%%)"))  # fmt: skip
+    output = plan.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help=CommonHelp("print JSON: seconds, bytes, bytes per second"))
+    output.add_argument("--plot", metavar="FILE", action="append", default=[], help=CommonHelp("draw the scaling into FILE, or the timeline of "
+                        "a step into a file such as timeline.svg (.png, .pdf)"))  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

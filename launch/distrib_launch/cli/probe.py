@@ -35,7 +35,9 @@ from distrib.utils import files, signals
 from distrib.utils.log import PLAIN, get_logger
 from distrib.utils.plotting import check_plot_path
 from distrib_launch import run_directory
+from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.options import (
+    Parser,
     accept_old_spelling,
     add_connection_options,
     add_host_filter,
@@ -74,45 +76,57 @@ class ProbeOutput(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
 
-def add_options(probe: argparse.ArgumentParser) -> None:
+USAGE = "distrib-topo probe [options]"
+EXAMPLES = """\
+  distrib-topo probe -H cluster.txt --quick                   some seconds
+  distrib-topo probe -H cluster.txt -o cluster.yaml           keep the results
+  distrib-topo probe -H cluster.txt --baseline cluster.yaml   report regressions
+"""
+
+
+def add_options(probe: Parser) -> None:
     """Add the options of the command.
 
     Args:
         probe: The command's parser.
     """
-    add_hosts(probe, "a Slurm allocation's, else this machine alone")
-    add_host_filter(probe)
-    probe.add_argument(
-        "--drop-bad-hosts", action="store_true", help="leave out hosts that fail the checks, with a warning"
+    probe.shorten_help(USAGE, EXAMPLES)
+    hosts = probe.add_argument_group("where to measure")
+    add_hosts(hosts, "a Slurm allocation's, else this machine")
+    add_host_filter(hosts)
+    add_no_preflight(hosts)
+    hosts.add_argument(
+        "--drop-bad-hosts", action="store_true", help=CommonHelp("leave out hosts that fail the preflight checks")
     )
-    probe.add_argument("-o", "--output", metavar="FILE", help="write the measurements into this topology file and keep the "
-                       "rest of it")  # fmt: skip
-    probe.add_argument("--plot", metavar="FILE", action="append", default=[],
-                       help="draw a heat map and curves into FILE (.png, .svg, .pdf); may be repeated")  # fmt: skip
-    probe.add_argument("--json", action="store_true", help="print all results as JSON")
-    much = probe.add_mutually_exclusive_group()
-    much.add_argument("--quick", dest="mode", action="store_const", const="quick", default="default",
-                      help="measure links and copies inside hosts only, in seconds")  # fmt: skip
-    much.add_argument("--full", dest="mode", action="store_const", const="full",
-                      help="measure all sizes by factors of 2, up to 64 MiB (all-reduce: 256 MiB)")  # fmt: skip
-    probe.add_argument(
-        "--baseline", metavar="FILE", help="report regressions since an earlier probe, by its topology file"
-    )
-    probe.add_argument("--strict", action="store_true", help="exit with 1 if a finding is an error")
-    probe.add_argument("--resume", action=argparse.BooleanOptionalAction, default=None, help="resume an interrupted probe of "
-                       "the same hosts, network and options, with the same -o or --run-dir (default: within one hour)")  # fmt: skip
-    probe.add_argument("--transport", choices=["tcp", "mpi"], help="judge links by this transport (default: mpi if every "
-                       "host has InfiniBand or RoCE, else tcp)")  # fmt: skip
-    accept_old_spelling(probe, "--way", "--transport")
-    probe.add_argument("-x", dest="environment", action="append", default=[], metavar="NAME[=VALUE]",
-                       help="set a variable for all ranks, as in distrib-launch; -x CUDA_VISIBLE_DEVICES= hides GPUs")  # fmt: skip
-    add_no_preflight(probe)
-    probe.add_argument(
+    add_connection_options(hosts)
+    hosts.add_argument(
         "--engine", choices=["mpirun", "srun"], help="start ranks with this engine, as in distrib-launch"
     )
-    add_connection_options(probe)
-    probe.add_argument("--run-dir", type=os.path.expanduser, metavar="DIR",
-                       help="folder of the logs (default: distrib-runs/<time>-probe)")  # fmt: skip
+    hosts.add_argument("-x", dest="environment", action="append", default=[], metavar="NAME[=VALUE]",
+                       help="set a variable on all ranks, such as CUDA_VISIBLE_DEVICES= to hide GPUs")  # fmt: skip
+    much = probe.add_argument_group("what to measure")
+    extent = much.add_mutually_exclusive_group()
+    extent.add_argument("--quick", dest="mode", action="store_const", const="quick", default="default",
+                        help=CommonHelp("measure links and copies inside hosts only"))  # fmt: skip
+    extent.add_argument("--full", dest="mode", action="store_const", const="full",
+                        help=CommonHelp("measure sizes by factors of 2, up to 64 MiB (all-reduce: 256 MiB)"))  # fmt: skip
+    much.add_argument("--transport", choices=["tcp", "mpi"], help="judge links by this transport (default: mpi if every "
+                      "host has InfiniBand or RoCE, else tcp)")  # fmt: skip
+    accept_old_spelling(much, "--way", "--transport")
+    much.add_argument("--resume", action=argparse.BooleanOptionalAction, default=None, help="resume an interrupted probe of "
+                      "the same hosts, network and options, with the same -o or --run-dir (default: within one hour)")  # fmt: skip
+    output = probe.add_argument_group("what to report and keep")
+    output.add_argument("-o", "--output", metavar="FILE", help=CommonHelp("write the measurements into a topology file, such as "
+                        "cluster.yaml, and keep the rest of it"))  # fmt: skip
+    output.add_argument(
+        "--baseline", metavar="FILE", help=CommonHelp("report regressions since an earlier probe -o FILE")
+    )
+    output.add_argument("--strict", action="store_true", help=CommonHelp("exit with 1 if a finding is an error"))
+    output.add_argument("--plot", metavar="FILE", action="append", default=[],
+                        help=CommonHelp("draw a heat map and curves into FILE, such as links.svg (.png, .pdf)"))  # fmt: skip
+    output.add_argument("--json", action="store_true", help=CommonHelp("print all results as JSON"))
+    output.add_argument("--run-dir", type=os.path.expanduser, metavar="DIR",
+                        help="write the logs to DIR (default: distrib-runs/<time>-probe)")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -56,7 +56,8 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="|".join(COMMANDS))
     commands = {}
     for name, text in COMMANDS.items():
-        commands[name] = verbs.add_parser(name, help=text)
+        usage = f"distrib-topo {name} [options]"
+        commands[name] = verbs.add_parser(name, help=text, usage=usage, description=f"{text[0].upper()}{text[1:]}.")
         if only in (None, name):
             module = importlib.import_module(f"distrib_launch.cli.{name}")
             module.add_options(commands[name])
