@@ -44,6 +44,10 @@ settings.load_profile("untimed")
 HAS_GPU = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden from the output of this run")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
     if HAS_GPU and not _is_for_gpus(config):
