@@ -10,11 +10,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
+FORWARDED = signal.SIGUSR1, signal.SIGUSR2
+"""Signals for the scripts, which may save a checkpoint: schedulers send them before a time limit."""
+
+STOPPING = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR),
+    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGPOLL),
+)
+"""Signals that stop the job. All of them end a process by default, and schedulers can be configured to send them."""
+
 
 def raise_on_termination() -> None:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt with their number, as Ctrl-C does, unless they are ignored (nohup)."""
+    """Let the signals that stop a job raise KeyboardInterrupt with their number, as Ctrl-C does, unless they are ignored (nohup)."""
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in STOPPING:
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _raise_interrupt)
 
@@ -74,17 +83,18 @@ def on_selector(
 
 
 @contextlib.contextmanager
-def ignored(number: signal.Signals) -> Iterator[None]:
-    """Ignore a signal in this process alone: programs that it starts get it, and so does `on_selector`.
+def ignored(*numbers: signal.Signals) -> Iterator[None]:
+    """Ignore signals in this process alone: programs that it starts get them, and so does `on_selector`.
 
     Args:
-        number: The signal.
+        numbers: The signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(number, lambda *_: None)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -154,8 +154,8 @@ def save(number, frame):
     open(f"saved-{os.environ['RANK']}", "w").close()
     if number == signal.SIGTERM:
         sys.exit(0)
-signal.signal(signal.SIGUSR1, save)
-signal.signal(signal.SIGTERM, save)
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, save)
 print("rank", os.environ["RANK"], "is ready", flush=True)
 while not os.path.exists("enough"):
     time.sleep(0.05)
@@ -173,11 +173,12 @@ def test_scripts_can_save_at_the_time_limit(launch, tmp_path):
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 
 
-def test_sigusr1_reaches_every_rank_and_the_job_continues(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_for_scripts_reach_every_rank_and_the_job_continues(tmp_path, number):
     (tmp_path / "saver.py").write_text(SAVER)
     process = start_job(tmp_path / "run", "-np", "2", "saver.py")
     process.stdout.readline()  # the line of the other rank
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     deadline = time.monotonic() + 10
     while not all((tmp_path / f"saved-{r}").exists() for r in range(2)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -186,7 +187,18 @@ def test_sigusr1_reaches_every_rank_and_the_job_continues(tmp_path):
     (tmp_path / "enough").touch()
     out, err = process.communicate(timeout=50)
     assert process.returncode == 0, err
-    assert out.count("saving SIGUSR1") in (1, 2), out  # one line if both print at the same time
+    assert out.count(f"saving {number.name}") in (1, 2), out  # one line if both print at the same time
+
+
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGALRM, signal.SIGQUIT])
+def test_other_signals_of_schedulers_stop_the_job_with_its_result(tmp_path, number):
+    (tmp_path / "saver.py").write_text(SAVER)
+    process = start_job(tmp_path / "run", "-np", "1", "saver.py")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == 128 + number and number.name in err
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "stopped"
+    assert (tmp_path / "saved-0").exists()
 
 
 def test_sigusr1_to_a_rank_agent_reaches_its_rank_and_the_job_continues(tmp_path):

@@ -19,6 +19,7 @@ import time
 from typing import Any, NamedTuple
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
+from distrib.utils import signals
 from distrib.utils.framing import ProtocolError
 from distrib.utils.mpi_env import rank_identity
 from distrib.utils.netif import interface_of
@@ -103,9 +104,7 @@ class RankAgent:
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write)
-        for number in (
-            signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2,
-        ):  # fmt: skip
+        for number in (*signals.STOPPING, *signals.FORWARDED, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         self._selector.register(wake_read, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._channel.sock, selectors.EVENT_READ, self._on_messages)
@@ -151,9 +150,9 @@ class RankAgent:
     def _on_signals(self, descriptor: int) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in os.read(descriptor, 64):
-                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number in signals.STOPPING:
                     self._stop("engine", signal.SIGTERM, self._grace_seconds)
-                elif number in (signal.SIGUSR1, signal.SIGUSR2) and self._script:
+                elif number in signals.FORWARDED and self._script:
                     self._script.signal(number)  # Slurm's --signal reaches the tasks, which are the agents
 
     def _on_messages(self, _: int) -> None:

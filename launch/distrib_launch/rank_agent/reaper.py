@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from distrib.environment import DISTRIB_PROCESS_TAG
+from distrib.utils import signals
 
 
 def tagged(tag: str) -> set[int]:
@@ -96,7 +97,7 @@ class Guard:
             os.setsid()
             if os.fork():
                 return
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            for number in (*signals.STOPPING, *signals.FORWARDED):
                 signal.signal(number, signal.SIG_IGN)
             keep = os.dup2(there.fileno(), 0)
             os.closerange(keep + 1, 65536)

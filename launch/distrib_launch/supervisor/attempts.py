@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -128,8 +127,7 @@ class AttemptLoop:
             DistribError: The job could not be started.
         """
         self._options = msgspec.structs.replace(self._options, run_dir=plan.run_dir)
-        # SIGUSR1 requests a checkpoint from the scripts; between two starts there are none.
-        with signals.ignored(signal.SIGUSR1):
+        with signals.ignored(*signals.FORWARDED):  # between two starts there are no scripts
             ended = self._keep(self._start(plan))
             before: CompletedAttempt | None = None
             while ended.result.status == "failed" and len(self._earlier) < self._options.max_restarts:

@@ -116,7 +116,7 @@ class Supervisor:
         Raises:
             LaunchError: The job could not be started.
         """
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+        numbers = (*signals.STOPPING, *signals.FORWARDED, signal.SIGCHLD)
         try:
             with contextlib.closing(self.selector), signals.on_selector(self.selector, numbers, self._on_signal):
                 self._run()
@@ -312,12 +312,12 @@ class Supervisor:
             self._stop.begin(self.job.grace_seconds)
 
     def _on_signal(self, number: int) -> None:
-        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number in signals.STOPPING:
             self._on_interrupt(number)
-        elif number == signal.SIGUSR1:  # from the user, or from Slurm before its time limit: scripts may save
+        elif number in signals.FORWARDED:
             for state in self.job.workers:
                 if not state.exit:
-                    self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
+                    self._send(state, Kind.SIGNAL, {"signal": number})
 
     def _on_interrupt(self, number: int) -> None:
         # When a terminal closes, its shell forwards one SIGHUP, and the kernel sends another.
