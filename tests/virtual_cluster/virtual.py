@@ -61,11 +61,12 @@ def _sh(*command: str, check: bool = True, text: str | None = None) -> str:
 
 
 class Cluster:
-    """Cluster of `hosts` virtual hosts named n1, n2, ... with `slots` slots each.
+    """Cluster of `hosts` virtual hosts named n1, n2, ... (or `prefix`1, ...) with `slots` slots each.
 
     `rate` shapes every host's link in both directions (None: unshaped, tens of Gb/s). `rates` overrides it by host.
     `racks` are hosts that share a bridge of their own. An uplink of `trunk_rate` joins it to the others.
     `second_rates`: hosts with a second NIC `eth1` of that rate, on a separate network (198.19.0.0/16).
+    `login_environment`: variables of every SSH session.
     Use it as a context manager, or call `up` and `down`. After `up`, `hostfile` lists the hosts, and `directory` is a
     scratch folder that every host sees.
     """
@@ -80,15 +81,18 @@ class Cluster:
         racks: Sequence[Sequence[str]] = (),
         trunk_rate: str | None = None,
         second_rates: Mapping[str, str] | None = None,
+        login_environment: Mapping[str, str] | None = None,
+        prefix: str = "n",
         name: str | None = None,
     ) -> None:
         self.name = name or OWN_NAMES + secrets.token_hex(3)
-        self.hosts = [f"n{i}" for i in range(1, hosts + 1)]
+        self.hosts = [f"{prefix}{i}" for i in range(1, hosts + 1)]
         self.slots = slots
         self.rates: dict[str, str | None] = {host: (rates or {}).get(host, rate) for host in self.hosts}
         self.racks = [list(rack) for rack in racks]
         self.trunk_rate = trunk_rate
         self.second_rates = dict(second_rates or {})
+        self.login_environment = dict(login_environment or {})
         self.directory = STATE_ROOT / self.name
         self._sshds: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -163,6 +167,7 @@ class Cluster:
         state = json.loads((STATE_ROOT / name / "state.json").read_text())
         cluster = cls(len(state["rates"]), slots=state["slots"], name=name)
         cluster.rates = state["rates"]
+        cluster.hosts = list(cluster.rates)
         return cluster
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -368,10 +373,12 @@ class Cluster:
         algorithm, key = (ssh / "host_key.pub").read_text().split()[:2]
         names = ",".join(name for host in self.hosts for name in (host, self.address(host)))
         (ssh / "known_hosts").write_text(f"{names} {algorithm} {key}\n")
+        variables = " ".join(f"{name}={value}" for name, value in self.login_environment.items())
         (ssh / "sshd_config").write_text(
             f"HostKey {self.directory}/ssh/host_key\nAuthorizedKeysFile {self.directory}/ssh/authorized_keys\n"
             "PidFile none\nUsePAM no\nStrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
             "KbdInteractiveAuthentication no\nMaxStartups 200\nMaxSessions 200\nPrintMotd no\nUseDNS no\n"
+            + (f"SetEnv {variables}\n" if variables else "")
         )
 
     def _start_sshd(self, host: str) -> None:

@@ -109,7 +109,7 @@ class Checkpoints:
             state = {}  # only weights are restored, perhaps from a job with other optimizers
         if restored:
             self._strategy.load_state_dict(move_to_device(state, self._device))
-        if self._run.restarts and self._world.rank == 0:
+        if self._world.rank == 0:
             numbers = "".join(f", {name} {value}" for name, value in values.items() if isinstance(value, int))
             log.info(f"restored {os.fspath(path)}{numbers}", extra=PLAIN)
         return values
