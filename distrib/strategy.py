@@ -267,6 +267,7 @@ def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
             raise ConfigError(
                 f"{_option(field, value)} does not apply in mode {mode or strategy.mode}",
                 hint=f"give --mode {required_mode}, or leave it out",
+                code="option-conflict",
             )
     if strategy.mode == "async":
         _check_async(strategy)
@@ -274,9 +275,12 @@ def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
         raise ConfigError(
             f"mode local does not support {strategy.gradients}: it averages parameters",
             hint=f"use {format_names(lambda one: one.carries_parameters)}",
+            code="option-conflict",
         )
     if strategy.balance and strategy.mode != "sync":
-        raise ConfigError(f"--balance does not apply in mode {strategy.mode}", hint="leave it out")
+        raise ConfigError(
+            f"--balance does not apply in mode {strategy.mode}", hint="leave it out", code="option-conflict"
+        )
     overlap_steps = strategy.outer.overlap_steps
     if overlap_steps >= strategy.steps_per_round:
         raise ConfigError(
@@ -285,17 +289,23 @@ def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
         )
     if strategy.backend == "horovod":
         if strategy.mode != "sync":
-            raise ConfigError(f"--backend horovod cannot train in mode {strategy.mode}", hint="use --mode sync")
+            raise ConfigError(
+                f"--backend horovod cannot train in mode {strategy.mode}",
+                hint="use --mode sync",
+                code="option-conflict",
+            )
         for field in ("all_reduce", "bucket_bytes"):
             if (value := getattr(strategy, field)) != getattr(default, field):
                 raise ConfigError(
                     f"{_option(field, value)} does not apply with --backend horovod",
                     hint="leave it out",
+                    code="option-conflict",
                 )
         if not FORMATS[strategy.gradients.format].horovod:
             raise ConfigError(
                 f"--backend horovod does not support {strategy.gradients}",
                 hint=f"use --gradients {format_names(lambda one: one.horovod)}",
+                code="option-conflict",
             )
     return strategy
 
@@ -352,15 +362,19 @@ def _check_async(strategy: Strategy) -> None:
         raise ConfigError(
             f"--mode async does not support {strategy.gradients}",
             hint=f"use --gradients {format_names(lambda one: one.carries_parameters)}",
+            code="option-conflict",
         )
     if strategy.replicas and strategy.servers == 1:
         raise ConfigError(
-            "--replicas 1 with --servers 1: a replica needs another server", hint="use --servers 2 or more"
+            "--replicas 1 with --servers 1: a replica needs another server",
+            hint="use --servers 2 or more",
+            code="option-conflict",
         )
     if strategy.staleness == 0 and strategy.delay_compensation:
         raise ConfigError(
             "--delay-compensation does not apply with --staleness 0: updates are synchronous",
             hint="leave --delay-compensation out",
+            code="option-conflict",
         )
 
 
@@ -383,7 +397,9 @@ def strategy_from_environment(environ: Mapping[str, str]) -> Strategy:
         return validate_strategy(msgspec.json.decode(text, type=Strategy))
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{DISTRIB_STRATEGY}: {error}", hint="it is set by distrib-launch; do not set it by hand"
+            f"{DISTRIB_STRATEGY}: {error}",
+            hint="it is set by distrib-launch; do not set it by hand",
+            code="environment-invalid",
         ) from None
 
 

@@ -1,6 +1,6 @@
-"""Command reference: writes docs/reference/distrib-launch.md and distrib-topo.md from the commands' own help.
+"""Generated pages of docs/reference: the commands from their own help, errors.md from the codes of `distrib.errors`.
 
-python scripts/reference.py           # write both pages
+python scripts/reference.py           # write the pages
 python scripts/reference.py --check   # exit with 1 if a page is out of date
 """
 
@@ -11,8 +11,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+from distrib.errors import ERROR_CODES
+
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 TOPO_COMMANDS = {"show": "--help", "check": "--help", "probe": "--help-all", "plan": "--help-all"}
+ERRORS = """# Errors
+
+Every error that distrib raises is a `DistribError`. The commands print it without a traceback.
+Later versions may change its sentence, but not its `code`:
+
+```python
+from distrib.errors import DistribError
+from distrib_launch import run
+
+try:
+    run("train.py", hosts="cluster.txt")
+except DistribError as error:
+    if error.code == "host-lost":
+        print("ask for other nodes")
+```
+
+`result.json` has the code as `first_failure.code`, the output of `--json` as `code`.
+
+## Classes
+
+::: distrib.errors
+    options:
+      members_order: source
+      filters: ["!^_", "!^ERROR_CODES"]
+
+## Codes
+"""
+"""Page of the errors, up to the codes."""
 
 
 def help_of(*command: str) -> str:
@@ -36,7 +66,15 @@ def pages() -> dict[Path, str]:
         f"\n## {name}\n\n```text\n{help_of('distrib-topo', name, option)}```\n"
         for name, option in TOPO_COMMANDS.items()
     ]
-    return {FOLDER / "distrib-launch.md": launch, FOLDER / "distrib-topo.md": "".join(topo)}
+    errors = [ERRORS]
+    for subject, codes in ERROR_CODES.items():
+        rows = "".join(f"{code:<29}{meaning}\n" for code, meaning in codes.items())
+        errors.append(f"\n### {subject}\n\n```text\n{rows}```\n")
+    return {
+        FOLDER / "distrib-launch.md": launch,
+        FOLDER / "distrib-topo.md": "".join(topo),
+        FOLDER / "errors.md": "".join(errors),
+    }
 
 
 def main() -> int:

@@ -90,6 +90,7 @@ def slowest_between_hosts(topology: Topology | None, names: tuple[str, ...], *, 
         raise ConfigError(
             "the links between the hosts are unknown",
             hint="describe them in a topology file (--topology), or measure them: distrib-topo probe",
+            code="network-unknown",
         )
     if len(names) == 1:
         names = names * 2
@@ -99,7 +100,9 @@ def slowest_between_hosts(topology: Topology | None, names: tuple[str, ...], *, 
         if slowest is None or found.bytes_per_second < slowest.bytes_per_second * (1 - EQUAL_RATE_TOLERANCE):
             slowest = found
     if slowest is None:
-        raise ConfigError(f"no links join {len(names)} hosts", hint="describe their NICs in the topology file")
+        raise ConfigError(
+            f"no links join {len(names)} hosts", hint="describe their NICs in the topology file", code="network-unknown"
+        )
     return slowest
 
 
@@ -124,6 +127,7 @@ def _ring(topology: Topology, names: tuple[str, ...], gpus: bool) -> Iterator[tu
             raise ConfigError(
                 f"the link between {source} and {target} is unknown",
                 hint="describe the NICs of both in the topology file, or measure it: distrib-topo probe",
+                code="network-unknown",
             )
         passed = {switch.name for host in (source, target) for switch in topology.switches_above(host)}
         yield link, max((crossings[name] for name in passed if name in crossings), default=0)

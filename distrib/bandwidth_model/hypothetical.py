@@ -89,7 +89,7 @@ def catalog_gpu_name(kind: str) -> str:
     """
     spec = find_gpu(kind)
     if spec is None:
-        raise ConfigError(f"--gpu {kind or repr(kind)}: not in the catalogue", hint=gpu_hint(kind))
+        raise ConfigError(f"--gpu {kind or repr(kind)}: not in the catalogue", hint=gpu_hint(kind), code="gpu-unknown")
     return spec.name
 
 
@@ -134,6 +134,7 @@ def check_gpudirect(topology: Topology) -> None:
         raise ConfigError(
             f"--gpudirect on: {topology.source} has no host with GPUs and an InfiniBand or RoCE NIC",
             hint="leave it out, or ask for another network, too: --network HDR",
+            code="option-conflict",
         )
 
 

@@ -137,6 +137,7 @@ def select_workload(given: str, gpu: str | None, cluster_gpu: str | None, batch:
         raise ConfigError(
             f"--workload {given}: the GPU is unknown",
             hint=f"{hint}, or profile your script: distrib-launch --profile FILE SCRIPT",
+            code="gpu-unknown",
         )
     return workload_catalog.catalog_workload(given, kind, batch)
 

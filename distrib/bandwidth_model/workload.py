@@ -101,7 +101,7 @@ def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(workload), indent=1) + b"\n")
         partial.replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", code="file-not-written") from None
 
 
 def validate_workload(workload: Workload, source: str = "workload") -> Workload:
@@ -115,7 +115,9 @@ def validate_workload(workload: Workload, source: str = "workload") -> Workload:
         ConfigError: A number is impossible, or there are no gradients; with the path in the file.
     """
     for path, what in _workload_errors(workload):
-        raise ConfigError(f"{source}: {path}: {what}", hint="measure it again, or correct the file")
+        raise ConfigError(
+            f"{source}: {path}: {what}", hint="measure it again, or correct the file", code="workload-invalid"
+        )
     return workload
 
 

@@ -126,7 +126,7 @@ def catalog_workload(name: str, gpu: str, batch: int | None = None, *, precision
     key = _named(name)
     spec = find_gpu(gpu)
     if spec is None:
-        raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu))
+        raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu), code="gpu-unknown")
     entry = _file().networks[key]
     samples = entry.batch if batch is None else batch
     if samples < 1:
@@ -179,18 +179,20 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
         # json reads NaN and infinities, which are then reported by field.
         found = msgspec.convert(json.loads(Path(path).read_bytes()), Workload)
     except OSError as error:
-        raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again) from None
+        raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again, code="file-unreadable") from None
     except msgspec.ValidationError as error:
         unknown = re.match(r"Object contains unknown field `(.*?)`", str(error))
         fields = [field.name for kind in (Workload, Gradient) for field in msgspec.structs.fields(kind)]
         near = difflib.get_close_matches(unknown[1], fields, n=1) if unknown else []
-        raise ConfigError(f"{shown}: {error}", hint=f"did you mean {near[0]}?" if near else again) from None
+        raise ConfigError(
+            f"{shown}: {error}", hint=f"did you mean {near[0]}?" if near else again, code="workload-invalid"
+        ) from None
     except json.JSONDecodeError as error:
         what = f"{shown}:{error.lineno}: is not valid JSON: {error.msg}"
-        raise ConfigError(what, hint=again) from None
+        raise ConfigError(what, hint=again, code="workload-invalid") from None
     except (ValueError, RecursionError) as error:
         what = "is nested too deeply" if isinstance(error, RecursionError) else "is not UTF-8 JSON"
-        raise ConfigError(f"{shown}: {what}", hint=again) from None
+        raise ConfigError(f"{shown}: {what}", hint=again, code="workload-invalid") from None
     return validate_workload(found, shown)
 
 
@@ -220,11 +222,12 @@ def scaled_workload(workload: Workload, *, batch: int | None = None, gpu: str | 
     if gpu is not None:
         before, after = find_gpu(workload.device), find_gpu(gpu)
         if after is None:
-            raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu))
+            raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu), code="gpu-unknown")
         if before is None:
             raise ConfigError(
                 f"{workload.name} was measured on {workload.device}, expected a catalogued GPU",
                 hint="profile the script on a GPU of the catalogue, or leave out --gpu",
+                code="gpu-unknown",
             )
         if before is not after:
             factor = step_time_ratio(before, after)
@@ -326,6 +329,7 @@ def _named(name: str) -> str:
     raise ConfigError(
         f"--workload {name}: no such file, and not in the catalogue",
         hint=(f"did you mean {known[near[0]]}? It" if near else "it") + f" has {', '.join(network_names())}",
+        code="workload-unknown",
     )
 
 

@@ -41,7 +41,7 @@ def parse_host_list(text: str, source: str = "-H") -> HostList:
     notes = Notes()
     place = SourcePlace(source, column=1)
     if not text.strip():
-        raise place.error("no hosts", "write -H HOST:SLOTS,HOST:SLOTS or name a hostfile")
+        raise place.error("no hosts", "write -H HOST:SLOTS,HOST:SLOTS or name a hostfile", code="hostfile-empty")
     hosts = merge_mentions(list_mentions(text, place), notes)
     return HostList(hosts=hosts, source=source, dialect="inline", notes=notes.lines())
 
@@ -122,7 +122,7 @@ def _split_count(host: str, place: SourcePlace) -> tuple[str, str | None, Source
     """Split `host:count` and remove the brackets of IPv6; returns the host, the count and its position."""
     if address := re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", host, re.DOTALL):
         if not _is_ipv6(address[1]):
-            raise place.right(1).error(f"{shown(address[1])} is not an IPv6 address")
+            raise place.right(1).error(f"{shown(address[1])} is not an IPv6 address", code="hostfile-host-name")
         return address[1], address[2], place.right(address.start(2) if address[2] is not None else 0)
     if host.count(":") > 1 and _is_ipv6(host):
         return host, None, place
@@ -205,7 +205,7 @@ def _range(text: str, place: SourcePlace) -> list[str]:
 
 def _check_size(hosts: int, text: str, place: SourcePlace) -> None:
     if hosts > MAX_HOSTS:
-        raise place.error(f"{shown(text)} stands for more than {MAX_HOSTS:,} hosts")
+        raise place.error(f"{shown(text)} stands for more than {MAX_HOSTS:,} hosts", code="hostfile-too-large")
 
 
 def check_name(name: str, place: SourcePlace) -> None:
@@ -219,7 +219,9 @@ def check_name(name: str, place: SourcePlace) -> None:
         HostfileError: The name is invalid.
     """
     if name.startswith("-"):
-        raise place.error(f"host name {shown(name)} begins with '-'", "ssh would take it for an option")
+        raise place.error(
+            f"host name {shown(name)} begins with '-'", "ssh would take it for an option", code="hostfile-host-name"
+        )
     if not _NAME.fullmatch(name) or len(name) > 253:  # RFC 1035
         if "/" in name:
             hint = "if this is a hostfile, there is no such file"
@@ -227,7 +229,7 @@ def check_name(name: str, place: SourcePlace) -> None:
             hint = "host names have only ASCII letters; write an international name in its xn-- form"
         else:
             hint = "host names have letters, digits, '.', '-' and '_', at most 253"
-        raise place.error(f"{shown(name)} is not a host name", hint)
+        raise place.error(f"{shown(name)} is not a host name", hint, code="hostfile-host-name")
     if not name.strip("0123456789."):  # ssh would read 12 as the address 0.0.0.12
         try:
             ipaddress.IPv4Address(name)
@@ -235,6 +237,7 @@ def check_name(name: str, place: SourcePlace) -> None:
             raise place.error(
                 f"{shown(name)} is neither a host name nor an IPv4 address",
                 "an address has four numbers from 0 to 255 without leading zeros",
+                code="hostfile-host-name",
             ) from None
 
 
@@ -249,11 +252,16 @@ def check_user(user: str, place: SourcePlace) -> None:
         HostfileError: The name is invalid.
     """
     if not _USER.fullmatch(user):
-        raise place.error(f"{shown(user)} is not a user name", "user names have letters, digits, '.', '-', '_' and '+'")
+        raise place.error(
+            f"{shown(user)} is not a user name",
+            "user names have letters, digits, '.', '-', '_' and '+'",
+            code="hostfile-value",
+        )
     if user.isdigit():
         raise place.error(
             f"{shown(user)} is not a user name",
             "choose GPUs such as host:0,2@host2 with --include and --exclude",
+            code="hostfile-value",
         )
 
 
@@ -274,5 +282,5 @@ def parse_number(text: str, place: SourcePlace, what: str, most: int) -> int:
         HostfileError: The text is not a number in this range.
     """
     if not _is_number(text) or not 1 <= int(text) <= most:
-        raise place.error(f"{what} must be a whole number from 1 to {most}, not {shown(text)}")
+        raise place.error(f"{what} must be a whole number from 1 to {most}, not {shown(text)}", code="hostfile-value")
     return int(text)

@@ -92,9 +92,11 @@ def read_hostfile(path: str | os.PathLike[str]) -> HostList:
         hint = "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS"
         text = read_text(path, "hostfile", hint, max_bytes=16 << 20)
     except UnreadableFileError as problem:
-        raise SourcePlace(source, problem.line).error(problem.what, problem.hint) from None
+        raise SourcePlace(source, problem.line).error(problem.what, problem.hint, code="hostfile-unreadable") from None
     if any(line.rstrip() == "nodes:" for line in text.splitlines()):
-        raise SourcePlace(source).error("this is a topology file", "give it with --topology, and the hosts with -H")
+        raise SourcePlace(source).error(
+            "this is a topology file", "give it with --topology, and the hosts with -H", code="hostfile-is-topology"
+        )
     return parse_hostfile(text, source)
 
 
@@ -115,7 +117,7 @@ def parse_hostfile(text: str, source: str) -> HostList:
     nul = text.find("\0")
     if nul >= 0:
         raise SourcePlace(source, text.count("\n", 0, nul) + 1).error(
-            "contains NUL bytes", "name a text file, one host a line"
+            "contains NUL bytes", "name a text file, one host a line", code="hostfile-unreadable"
         )
     notes = Notes()
     for dialect in DIALECTS:
@@ -129,7 +131,9 @@ def parse_hostfile(text: str, source: str) -> HostList:
         hosts = merge_mentions(_line_mentions(text, source, notes, certain, possible), notes)
         names = sorted(certain) or possible[:1] or ["plain"]
     if not hosts:
-        raise SourcePlace(source).error("no hosts in the file", "write one host a line, such as: node1 slots=8")
+        raise SourcePlace(source).error(
+            "no hosts in the file", "write one host a line, such as: node1 slots=8", code="hostfile-empty"
+        )
     return HostList(hosts=hosts, source=source, dialect=names[0] if len(names) == 1 else "mixed", notes=notes.lines())
 
 
@@ -182,12 +186,24 @@ def _line_mentions(text: str, source: str, notes: Notes, certain: set[str], poss
 def _combine(settings: Host, expression: Expression, place: SourcePlace) -> Host:
     """Combine the settings of a line with `user@` and `:slots` of one host."""
     if expression.slots is not None and settings.slots is not None:
-        raise place.error(f"slots are given twice: :{expression.slots} and slots={settings.slots}", "drop one of them")
+        raise place.error(
+            f"slots are given twice: :{expression.slots} and slots={settings.slots}",
+            "drop one of them",
+            code="hostfile-duplicate-setting",
+        )
     if expression.user is not None and settings.user is not None:
-        raise place.error(f"the user is given twice: {expression.user}@ and user={settings.user}", "drop one of them")
+        raise place.error(
+            f"the user is given twice: {expression.user}@ and user={settings.user}",
+            "drop one of them",
+            code="hostfile-duplicate-setting",
+        )
     slots = settings.slots if expression.slots is None else expression.slots
     if slots is not None and settings.max_slots is not None and settings.max_slots < slots:
-        raise place.error(f"max_slots={settings.max_slots} is less than the {slots} slots", "raise it or drop it")
+        raise place.error(
+            f"max_slots={settings.max_slots} is less than the {slots} slots",
+            "raise it or drop it",
+            code="hostfile-value",
+        )
     return msgspec.structs.replace(
         settings, slots=slots, user=settings.user if expression.user is None else expression.user
     )
@@ -206,7 +222,7 @@ def _host_settings(line: HostfileLine) -> Host:
         _check_python(*settings["python"])
     role, role_place = settings.get("role", ("worker", line.place))
     if role not in ("worker", "server"):
-        raise role_place.error(f"role must be worker or server, not {shown(role)}")
+        raise role_place.error(f"role must be worker or server, not {shown(role)}", code="hostfile-value")
     return Host(
         name="",
         slots=number("slots", MAX_SLOTS),
@@ -222,7 +238,11 @@ def _host_settings(line: HostfileLine) -> Host:
 def _check_python(path: str, place: SourcePlace) -> None:
     if not path.startswith("/"):
         raise place.error(
-            f"python must be an absolute path, not {shown(path)}", "write such as python=/usr/bin/python3"
+            f"python must be an absolute path, not {shown(path)}",
+            "write such as python=/usr/bin/python3",
+            code="hostfile-value",
         )
     if not path.isprintable() or '"' in path:
-        raise place.error(f"{shown(path)} holds characters that no path to an interpreter should")
+        raise place.error(
+            f"{shown(path)} holds characters that no path to an interpreter should", code="hostfile-value"
+        )

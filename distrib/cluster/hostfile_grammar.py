@@ -118,11 +118,15 @@ def _read_settings(
     for key, value in pairs:
         setting = spellings.get(key.text.replace("-", "_"))
         if setting is None:
-            raise key.place.error(f"unknown setting {shown(key.text)}", _suggestion(key.text, spellings))
+            raise key.place.error(
+                f"unknown setting {shown(key.text)}", _suggestion(key.text, spellings), code="hostfile-unknown-setting"
+            )
         if setting in ("slots", "max_slots", "port") and "," in value.text:
             raise value.place.error(f"did not expect a comma in {shown(value.text)}", "write one host a line")
         if setting in values:
-            raise key.place.error(f"{setting} is given twice for this host", "drop one of them")
+            raise key.place.error(
+                f"{setting} is given twice for this host", "drop one of them", code="hostfile-duplicate-setting"
+            )
         values[setting] = value.text.strip('"') if value.kind == "quoted" else value.text, value.place
     return values
 

@@ -67,7 +67,7 @@ class SourcePlace(NamedTuple):
         Args:
             what: The problem.
             hint: The advice.
-            code: Kind of the error; empty: `hostfile`.
+            code: Kind of the error; empty: `hostfile-syntax`.
         """
         return HostfileError(what, source=self.source, line=self.line, column=self.column, hint=hint, code=code)
 
@@ -125,7 +125,9 @@ def merge_mentions(mentions: Iterable[tuple[Host, SourcePlace]], notes: Notes) -
     seen: dict[str, tuple[Host, SourcePlace, int]] = {}
     for number, (host, place) in enumerate(mentions, 1):
         if number > MAX_HOSTS:
-            raise place.error(f"more than {MAX_HOSTS:,} hosts", "look for a range with too many digits")
+            raise place.error(
+                f"more than {MAX_HOSTS:,} hosts", "look for a range with too many digits", code="hostfile-too-large"
+            )
         key = host.name.lower()  # host names do not distinguish case
         if key not in seen:
             seen[key] = host, place, 1
@@ -133,9 +135,15 @@ def merge_mentions(mentions: Iterable[tuple[Host, SourcePlace]], notes: Notes) -
         first, first_place, times = seen[key]
         before = f"already on line {first.line}" if first.line else "already named"
         if host.slots is not None or first.slots is not None:
-            raise place.error(f"{host.name} is {before}", "name it once, with all its slots")
+            raise place.error(
+                f"{host.name} is {before}", "name it once, with all its slots", code="hostfile-duplicate-host"
+            )
         if msgspec.structs.replace(host, name=first.name, line=first.line) != first:
-            raise place.error(f"{host.name} is {before} with other settings", "give each host one set of settings")
+            raise place.error(
+                f"{host.name} is {before} with other settings",
+                "give each host one set of settings",
+                code="hostfile-duplicate-host",
+            )
         seen[key] = first, first_place, times + 1
     return tuple(_with_slots_of_repeats(*entry, notes) for entry in seen.values())
 
@@ -144,7 +152,9 @@ def _with_slots_of_repeats(host: Host, place: SourcePlace, times: int, notes: No
     if times == 1:
         return host
     if host.max_slots is not None and times > host.max_slots:
-        raise place.error(f"{host.name} is named {times} times but has max_slots={host.max_slots}")
+        raise place.error(
+            f"{host.name} is named {times} times but has max_slots={host.max_slots}", code="hostfile-value"
+        )
     notes.add(
         "repeat", f"{place}: {host.name} is named {times} times: taken as {times} slots, one each, as in Open MPI"
     )

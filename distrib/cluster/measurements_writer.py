@@ -131,7 +131,10 @@ def _replace(target: Path, text: str, source: str) -> None:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         raise TopologyError(
-            f"cannot write it: {error.strerror}", source=source, hint="name another file with -o"
+            f"cannot write it: {error.strerror}",
+            source=source,
+            hint="name another file with -o",
+            code="file-not-written",
         ) from None
 
 

@@ -45,6 +45,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> HostList | None:
         raise SourcePlace(f"{NODES[0]}_HET_GROUP_0").error(
             f"a heterogeneous job of {components} components, expected one component: no Slurm step spans several",
             "name the hosts with -H: they are then reached over ssh",
+            code="slurm-allocation",
         )
     if not hosts:
         return None
@@ -123,13 +124,15 @@ def _counts(environ: Mapping[str, str], variable: str, what: str, hosts: int) ->
     for item, at in split_list(text, place):
         match = _TIMES.fullmatch(item)
         if not match:
-            raise at.error(f"{shown(item)} is not a count of {what}", "Slurm writes them as 2(x3),1")
+            raise at.error(
+                f"{shown(item)} is not a count of {what}", "Slurm writes them as 2(x3),1", code="slurm-allocation"
+            )
         times = int(match[2] or 1)
         if len(counts) + times > hosts:
-            raise at.error(f"{what} for more than the {hosts} hosts that Slurm lists")
+            raise at.error(f"{what} for more than the {hosts} hosts that Slurm lists", code="slurm-allocation")
         counts += [parse_number(match[1], at, what, MAX_SLOTS)] * times
     if len(counts) != hosts:
-        raise place.error(f"{what} for {len(counts)} of the {hosts} hosts that Slurm lists")
+        raise place.error(f"{what} for {len(counts)} of the {hosts} hosts that Slurm lists", code="slurm-allocation")
     return counts
 
 

@@ -286,12 +286,14 @@ def _finish(description: TopologyFile, source: str) -> Topology:
 
 def _require_mapping(document: Document) -> None:
     if document.data is None:
-        raise TopologyError("is empty", source=document.source, hint="see hostfiles/ for commented examples")
+        raise TopologyError(
+            "is empty", source=document.source, hint="see hostfiles/ for commented examples", code="topology-empty"
+        )
     if not isinstance(document.data, dict):
         what = "a list" if isinstance(document.data, list) else "text"
         raise TopologyError(
             f"is {what}, not a topology", source=document.source, line=1,
-            hint="begin with `nodes:`; see hostfiles/ for commented examples (a hostfile goes to -H)",
+            hint="begin with `nodes:`; see hostfiles/ for commented examples (a hostfile goes to -H)", code="topology-is-hostfile",
         )  # fmt: skip
 
 
@@ -318,6 +320,7 @@ def check_hosts(topology: Topology, hosts: HostList) -> tuple[str, ...]:
             source=topology.source,
             line=_line(topology.source, "$.nodes"),
             hint=f"describe {'it' if len(unknown) == 1 else 'them'} in a group of `nodes`, or correct the name",
+            code="topology-missing-host",
         )
     named = {host.name.lower() for host in hosts.hosts}
     notes = []

@@ -81,15 +81,16 @@ class Document:
             line, node = found[0].start_mark.line + 1, found[1]
         return line
 
-    def error(self, path: str, what: str, hint: str = "") -> TopologyError:
+    def error(self, path: str, what: str, hint: str = "", code: str = "") -> TopologyError:
         """Build the error for a value, with file, line and path.
 
         Args:
             path: Such as `$.nodes[0].gpus`.
             what: The problem.
             hint: The advice.
+            code: Kind of the error; empty: `topology-value`.
         """
-        return TopologyError(f"{path}: {what}", source=self.source, line=self.line(path), hint=hint)
+        return TopologyError(f"{path}: {what}", source=self.source, line=self.line(path), hint=hint, code=code)
 
 
 def read_topology_text(path: str | Path) -> str:
@@ -104,7 +105,9 @@ def read_topology_text(path: str | Path) -> str:
     try:
         return read_text(path, "topology file", "see hostfiles/ for examples", max_bytes=64 << 20)
     except UnreadableFileError as problem:
-        raise TopologyError(problem.what, source=str(path), line=problem.line, hint=problem.hint) from None
+        raise TopologyError(
+            problem.what, source=str(path), line=problem.line, hint=problem.hint, code="topology-unreadable"
+        ) from None
 
 
 def parse_yaml(text: str, source: str) -> Document:
@@ -132,9 +135,13 @@ def parse_yaml(text: str, source: str) -> Document:
             hint = "indent with spaces, not tabs"
         elif re.search(r"[{,].*\w\[[0-9]", shown):
             hint = 'inside { } a range needs quotes: {hosts: "gpu[01-16]"}'
-        raise TopologyError(f"is not valid YAML: {what}", source=source, line=line, hint=hint) from None
+        raise TopologyError(
+            f"is not valid YAML: {what}", source=source, line=line, hint=hint, code="topology-syntax"
+        ) from None
     except (ValueError, RecursionError) as error:  # of a value whose tag does not fit, such as !!int x; of deep nesting
-        raise TopologyError(f"is not valid YAML: {error}", source=source, hint=_SEE_EXAMPLES) from None
+        raise TopologyError(
+            f"is not valid YAML: {error}", source=source, hint=_SEE_EXAMPLES, code="topology-syntax"
+        ) from None
 
 
 def _check_depth(text: str, source: str) -> None:
@@ -144,7 +151,9 @@ def _check_depth(text: str, source: str) -> None:
         line = event.start_mark.line + 1 if event.start_mark else line
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > 100:
-            raise TopologyError("is not valid YAML: nested more than 100 levels deep", source=source, line=line)
+            raise TopologyError(
+                "is not valid YAML: nested more than 100 levels deep", source=source, line=line, code="topology-syntax"
+            )
 
 
 def convert_document(document: Document, kind: type[T]) -> T:
@@ -169,9 +178,9 @@ def convert_document(document: Document, kind: type[T]) -> T:
     if what.startswith("Object contains unknown field"):
         near = difflib.get_close_matches(expected, _field_names(kind), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else _SEE_EXAMPLES
-        raise document.error(f"{path}.{expected}", "unknown field", hint)
+        raise document.error(f"{path}.{expected}", "unknown field", hint, code="topology-unknown-field")
     if what.startswith("Object missing required field"):
-        raise document.error(path, f"`{expected}` is missing", _SEE_EXAMPLES)
+        raise document.error(path, f"`{expected}` is missing", _SEE_EXAMPLES, code="topology-missing-field")
     if not observed:
         raise document.error(path, what)
     allowed = [_TYPE_NAMES.get(name, f"`{name}`") for name in expected.split(" | ") if name != "null"]

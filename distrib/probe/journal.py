@@ -81,7 +81,9 @@ class Journal:
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"cannot write {path}: {error.strerror}", hint="create its folder, or name another file"
+                f"cannot write {path}: {error.strerror}",
+                hint="create its folder, or name another file",
+                code="file-not-written",
             ) from None
         self._lock()
         old = path.read_bytes().splitlines() if resume is not False else []
@@ -95,7 +97,9 @@ class Journal:
             if not old:
                 path.unlink()
             raise ConfigError(
-                f"cannot resume: {path} has no probe of these hosts in this mode", hint="leave out --resume"
+                f"cannot resume: {path} has no probe of these hosts in this mode",
+                hint="leave out --resume",
+                code="probe-not-resumable",
             )
         if not self.done_stages:
             self._file.truncate(0)
@@ -107,7 +111,9 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{self.path}: another probe is writing it", hint="wait until it ends, or name another file"
+                f"{self.path}: another probe is writing it",
+                hint="wait until it ends, or name another file",
+                code="file-in-use",
             ) from None
         except OSError:
             pass  # a file system without locks

@@ -271,7 +271,7 @@ class JobCollectives:
                 problem, answer = error, [None, str(error)]
         dist.broadcast_object_list(answer, src=source)
         if answer[1] is not None:
-            raise problem or TrainingError(f"on rank {source}: {answer[1]}")
+            raise problem or TrainingError(f"on rank {source}: {answer[1]}", code="error-on-other-rank")
         result: T = answer[0]
         return result
 

@@ -128,6 +128,7 @@ class GradientAccumulator:
                         f"a parameter {list(parameter.shape)} is in two optimizers, {type(other._optimizer).__name__} and "
                         f"{type(self._optimizer).__name__}: with accumulate a gradient must belong to one optimizer",
                         hint="leave out accumulate, or give the parameter to one of them",
+                        code="parameter-in-two-optimizers",
                     )
                 continue
             self._hooks[parameter] = [_InFlight(parameter, self._make_hook(parameter))]

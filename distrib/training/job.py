@@ -65,7 +65,9 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
         elastic = settings.mode == "async"
         if elastic and not os.environ.get(DISTRIB_SERVERS):
             raise TrainingError(
-                "mode async, but there is no parameter server", hint="distrib-launch --mode async starts them"
+                "mode async, but there is no parameter server",
+                hint="start it with distrib-launch --mode async",
+                code="no-parameter-server",
             )
         refuse_worker_process()
         world = planned_world() if elastic else find_world(threads=settings.backend == "horovod")
@@ -77,7 +79,7 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
             compat.make_fork_safe()
         _job = Job(strategy, divergence_check_steps)
     elif _job.closed:
-        raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
+        raise TrainingError("the job is closed", hint="call distrib.init() once in a process", code="job-closed")
     return _job
 
 
@@ -397,5 +399,5 @@ class Job:
     def _open(self) -> JobParts:
         """Return the parts of the job, which must not be closed."""
         if self.closed:
-            raise TrainingError("the job is closed", hint="use it inside its with block, and before close()")
+            raise TrainingError("the job is closed", hint="use it before its close()", code="job-closed")
         return self._parts

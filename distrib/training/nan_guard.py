@@ -166,6 +166,7 @@ class NanGuard:
         return TrainingError(
             f"step {seen.step}: the gradient of {name}{more} is nan or infinite{ranks}",
             hint="look at that batch, at the learning rate and the loss; prepare(..., on_nan='skip') leaves such steps out",
+            code="gradient-not-finite",
         )
 
     def _find_ranks(self, witnesses: Sequence[torch.Tensor], *, alone: bool) -> str:

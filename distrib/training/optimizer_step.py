@@ -344,6 +344,7 @@ def _refuse_join(models: Sequence[nn.Module], *, compares_counts: bool) -> None:
         raise TrainingError(
             f"join(): {problem}, but ranks that have read their last batch do not answer",
             hint="leave join() out and prepare the DataLoader, which gives all ranks as many batches",
+            code="step-counts-differ",
         )
 
 
@@ -366,6 +367,7 @@ def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
                     f"parameter {index} of group {number} of the {type(optimizer).__name__}, {list(parameter.shape)}, belongs to no "
                     "prepared model: replicas would diverge",
                     hint="prepare its model, and create the optimizer with the model's present parameters",
+                    code="model-not-prepared",
                 )
 
 

@@ -248,6 +248,7 @@ class Preparer:
             raise TrainingError(
                 "sync_batchnorm with --balance: ranks wait for each other inside a step, so their speeds cannot be measured",
                 hint="leave out one of them",
+                code="option-conflict",
             )
         if options["sync_batchnorm"] and self._elastic:
             raise TrainingError(

@@ -161,7 +161,7 @@ class Profiler:
         problem = self.problem if len(self._steps) < self._request.min_steps else ""
         if problem or not self._gradients:
             self._end()
-            raise TrainingError(f"no profile: {problem or self.problem}")
+            raise TrainingError(f"no profile: {problem or self.problem}", code="profile-failed")
         self._finish()
 
     def _watch_model(self, model: nn.Module) -> None:
@@ -248,7 +248,7 @@ class Profiler:
         self._end()
         what = f"no profile: {self.problem}"
         if self._on_failure is None:
-            raise TrainingError(what)
+            raise TrainingError(what, code="profile-failed")
         self._on_failure(what)
 
     def _end(self) -> None:
@@ -405,7 +405,11 @@ class JobProfiler:
             TrainingError: A profile is measured already, or the job has several ranks.
         """
         if self._profiler and not self._profiler.finished:
-            raise TrainingError("a profile is being measured already", hint="leave out job.profile() or --profile")
+            raise TrainingError(
+                "a profile is being measured already",
+                hint="leave out job.profile() or --profile",
+                code="profile-failed",
+            )
         request = ProfileRequest(name=Path(sys.argv[0] or "script").stem, warmup_steps=warmup_steps, steps=steps)
         self._begin(request, lambda workload, _: write_workload(path, workload))
 
@@ -442,7 +446,11 @@ class JobProfiler:
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         if not self._alone:
-            raise TrainingError("a profile is measured on one rank alone", hint="run the script without other ranks")
+            raise TrainingError(
+                "a profile is measured on one rank alone",
+                hint="run the script without other ranks",
+                code="profile-failed",
+            )
         self._profiler = Profiler(self._device, request, done, on_failure=on_failure)
         atexit.register(self._at_exit)
 

@@ -88,6 +88,7 @@ def _exchange_hosts(store: Store, rank: int, size: int, backend: str) -> list[st
         raise TrainingError(
             f"rank{'s' * (len(without) > 1)} {', '.join(without)} see no GPU, but other ranks do",
             hint="run distrib-topo check on those hosts, or hide all GPUs: -x CUDA_VISIBLE_DEVICES=",
+            code="gpu-unavailable",
         )
     return [host for _, host in received]
 
@@ -164,6 +165,7 @@ def _connect_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]
         raise TrainingError(
             f"{' and '.join(missing)} not set for a job of {world.size} ranks",
             hint="start the script with distrib-launch or torchrun",
+            code="rendezvous-failed",
         )
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store.set_timeout(timeout)
@@ -194,7 +196,11 @@ def _connect_by_mpi(world: World, timeout: timedelta) -> tuple[Store, str]:
             problem = f"rank 0 cannot listen for the others on {address or socket.gethostname()}: {error}"
     address, port, problem = world.comm.bcast((address, port, problem), root=0)
     if problem:
-        raise TrainingError(problem, hint="set DISTRIB_ADDRESS to an address of rank 0's host that the others reach")
+        raise TrainingError(
+            problem,
+            hint="set DISTRIB_ADDRESS to an address of rank 0's host that the others reach",
+            code="rendezvous-failed",
+        )
     return store or TCPStore(address, port, world.size, False, timeout=timeout, wait_for_workers=False), address
 
 
@@ -209,4 +215,5 @@ def _own_address(on_one_host: bool) -> str:
     raise TrainingError(
         f"{socket.gethostname()} has no address but loopback",
         hint="bring a network up, or set DISTRIB_ADDRESS to one that the other hosts reach",
+        code="rendezvous-failed",
     )

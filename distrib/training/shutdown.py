@@ -143,6 +143,7 @@ class JobShutdown:
                 raise TrainingError(
                     f"{unequal}, and its GPU still waits for the others, which have finished their scripts",
                     hint="leave the loop after equally many steps on all ranks; decide early stopping by job.all_reduce(loss)",
+                    code="step-counts-differ",
                 )
             time.sleep(0.01)
 

@@ -70,6 +70,7 @@ def find_world(environ: Mapping[str, str] = os.environ, *, threads: bool = False
                 raise TrainingError(
                     f"MPI started this process, but mpi4py cannot use MPI: {error}",
                     hint="install mpi4py for the MPI that is used, or start the script with distrib-launch",
+                    code="mpi-mismatch",
                 ) from error
         else:
             return _from_mpi(mpi, environ, is_started)
@@ -91,6 +92,7 @@ def refuse_worker_process() -> None:
         raise TrainingError(
             "a worker process of a DataLoader or of multiprocessing imports this script, and would join the job a second time",
             hint='put the script\'s work under `if __name__ == "__main__":`',
+            code="script-without-main-guard",
         )
 
 
@@ -125,6 +127,7 @@ def planned_world(environ: Mapping[str, str] = os.environ) -> World:
         raise TrainingError(
             f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank}{local} contradict each other",
             hint="start the script with distrib-launch or torchrun",
+            code="environment-invalid",
         )
     return World(rank=rank, size=size, local_rank=local_rank, local_size=1 if size == 1 else local_size)
 
@@ -147,19 +150,23 @@ def find_device(local_rank: int, environ: Mapping[str, str] = os.environ) -> tor
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise TrainingError(f"DISTRIB_DEVICE={name} names no device", hint="use cpu or cuda:N") from error
+        raise TrainingError(
+            f"DISTRIB_DEVICE={name} names no device", hint="use cpu or cuda:N", code="environment-invalid"
+        ) from error
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         if not gpus and (why := _why_no_cuda()):
             raise TrainingError(
                 f"local rank {local_rank} was given GPU {device.index}, but torch cannot use GPUs here: {why}",
                 hint="compare the CUDA version of nvidia-smi with torch.version.cuda, for which this torch was built",
+                code="gpu-unavailable",
             )
         if device.index >= gpus:
             raise TrainingError(
                 f"local rank {local_rank} was given GPU {device.index}, but torch sees {gpus} GPU(s) on this host",
                 hint="start at most one rank for each GPU, or none: distrib-launch -x CUDA_VISIBLE_DEVICES= trains on CPUs; "
                 "if each rank sees only its own GPU, set DISTRIB_DEVICE=cuda:0",
+                code="gpu-unavailable",
             )
         torch.cuda.set_device(device)
     return device
@@ -199,12 +206,14 @@ def _from_mpi(mpi: Any, environ: Mapping[str, str], is_started: bool) -> World:
         raise TrainingError(
             f"MPI started {comm.size} rank(s), but {planned_size} were planned ({name})",
             hint="the MPI of mpi4py must be the one whose mpirun started the job",
+            code="mpi-mismatch",
         )
     planned_rank = _integer(environ, RANK, comm.rank)
     if planned_rank != comm.rank:
         raise TrainingError(
             f"MPI started this process as rank {comm.rank}, but RANK={planned_rank} was planned",
             hint="do not set RANK; the program that starts the ranks sets it",
+            code="mpi-mismatch",
         )
     local_rank = _first_integer(environ, LOCAL_RANK, OMPI_LOCAL_RANK, default=-1)
     local_size = _first_integer(environ, LOCAL_WORLD_SIZE, OMPI_LOCAL_SIZE, default=-1)
@@ -231,4 +240,6 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     try:
         return int(text or "")
     except ValueError as error:
-        raise TrainingError(f"{name}={text!r} in the environment is not a whole number") from error
+        raise TrainingError(
+            f"{name}={text!r} in the environment is not a whole number", code="environment-invalid"
+        ) from error

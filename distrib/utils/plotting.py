@@ -28,7 +28,9 @@ def check_plot_path(path: str) -> None:
         ConfigError: The suffix is not supported, the file cannot be written, or matplotlib is not installed.
     """
     if not importlib.util.find_spec("matplotlib"):
-        raise ConfigError("--plot: matplotlib is not installed", hint="pip install 'distrib[plot]'")
+        raise ConfigError(
+            "--plot: matplotlib is not installed", hint="pip install 'distrib[plot]'", code="tool-missing"
+        )
     target = Path(path)
     if target.suffix.lower() not in PLOT_SUFFIXES:
         raise ConfigError(
@@ -36,7 +38,7 @@ def check_plot_path(path: str) -> None:
             hint=f"name a file that ends in {', '.join(PLOT_SUFFIXES)}",
         )
     if problem := files.write_problem(path):
-        raise ConfigError(f"--plot {path}: {problem}", hint="name another file")
+        raise ConfigError(f"--plot {path}: {problem}", hint="name another file", code="file-not-written")
 
 
 def plot_style() -> Any:
@@ -75,7 +77,9 @@ def save_figure(figure: Any, path: str) -> None:
             is_svg = path.lower().endswith(".svg")
             figure.savefig(path, dpi=150, metadata={"Date": None} if is_svg else None)
     except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot write it: {error.strerror}", hint="name another file") from None
+        raise ConfigError(
+            f"--plot {path}: cannot write it: {error.strerror}", hint="name another file", code="file-not-written"
+        ) from None
 
 
 def truncated_label(text: str, width: float) -> str:

@@ -110,11 +110,13 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> 
         raise ConfigError(
             f"{name} cannot be sent to other processes: {error}",
             hint="open files, locks and connections inside the function, not outside",
+            code="function-unpicklable",
         ) from error
     if len(call) > 1 << 30:
         raise ConfigError(
             f"{name} with its arguments and what it refers to is {len(call) >> 20} MiB",
             hint="have the function read its data itself",
+            code="function-unpicklable",
         )
     path = [str(Path(folder).absolute()) for folder in sys.path]
     return pickle.dumps({"name": name, "path": path, "call": call})

@@ -398,4 +398,4 @@ def tolerate_closed_pipe() -> Iterator[None]:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         if not isinstance(error, BrokenPipeError):
-            raise LaunchError(f"standard output: {error.strerror}") from error
+            raise LaunchError(f"standard output: {error.strerror}", code="file-not-written") from error

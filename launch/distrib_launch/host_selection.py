@@ -134,7 +134,7 @@ def select_hosts(
         ConfigError: A host, index or GPU type does not exist, or no host is left.
     """
     if host_filter.include is not None and host_filter.exclude is not None:
-        raise ConfigError("--include and --exclude are both given", hint="give one of them")
+        raise ConfigError("--include and --exclude are both given", hint="give one of them", code="option-conflict")
     if host_filter.gpu_type is not None:
         hosts = _of_gpu_type(hosts, gpus, host_filter.gpu_type)
     option, text = host_filter.text
@@ -148,16 +148,18 @@ def select_hosts(
             raise ConfigError(
                 f"{option} names {name_hosts(unknown)}, which is not among the hosts",
                 hint=f"there are {name_hosts([host.name for host in hosts])}",
+                code="host-unknown",
             )
         taken = (_select_slots(host, gpus[host.name], slots[host.name], option, filters) for host in hosts)
         selected = [each for each in taken if each and each.slots]
         if not selected:
-            raise ConfigError(f"{option} {text} leaves no host", hint="exclude fewer hosts")
+            raise ConfigError(f"{option} {text} leaves no host", hint="exclude fewer hosts", code="no-hosts")
     left = tuple(each for each in selected if each.host.name not in host_filter.dropped)
     if not left:
         raise ConfigError(
             f"no host is left: {name_hosts(host_filter.dropped)} failed, and all others are excluded",
             hint="see distrib-topo check, or exclude fewer hosts",
+            code="no-hosts",
         )
     return left
 
@@ -239,6 +241,7 @@ def _of_gpu_type(hosts: Sequence[Host], gpus: Mapping[str, Gpus | None], wanted:
             hint=f"there are {known}"
             if known
             else "the GPUs of the hosts are not known; write a topology with distrib-topo show -H FILE --ask -o FILE.yaml",
+            code="gpu-unknown",
         )
     return [host for host in hosts if host.name in members]
 

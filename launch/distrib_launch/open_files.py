@@ -22,4 +22,5 @@ def require_open_files(hosts: int, ranks: int) -> None:
         raise LaunchError(
             f"{ranks} ranks on {hosts} hosts need about {needed} open files here, but the limit is {allowed}",
             hint="raise the hard limit (ulimit -Hn): nofile in /etc/security/limits.conf, or LimitNOFILE of a service",
+            code="too-many-open-files",
         )

@@ -117,7 +117,9 @@ def _workers(
         count = gpus[host.name] if host.workers else 0
         if count and host.workers > count:
             raise ConfigError(
-                f"{host.name}: {host.workers} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
+                f"{host.name}: {host.workers} slots, but {count} GPU(s)",
+                hint="one rank per GPU; lower its slots",
+                code="too-many-ranks",
             )
         shares = _shares(host, count, local, options)
         for local_rank in range(host.workers):

@@ -154,7 +154,9 @@ class _ProbeLaunches:
         plan = _servers_on_cpus(plan, options)
         planned = tuple(host.name for host in plan.hosts)
         if planned != present:
-            raise LaunchError(f"ranks are planned on {', '.join(planned)}, expected {', '.join(present)}")
+            raise LaunchError(
+                f"ranks are planned on {', '.join(planned)}, expected {', '.join(present)}", code="probe-failed"
+            )
         with self._open_streams() as streams:
             return runner.launch(plan, wanted, streams=streams, script_input=known, input_ranks=(0,))
 
@@ -176,7 +178,9 @@ class _ProbeLaunches:
                 error.hint,
                 f"--drop-bad-hosts probes the {len(present) - len(unhealthy)} other hosts" * bool(unhealthy),
             ]
-            raise PreflightError(error.what, hint="; ".join(filter(None, hints)), hosts=error.hosts) from None
+            raise PreflightError(
+                error.what, hint="; ".join(filter(None, hints)), hosts=error.hosts, code=error.code
+            ) from None
 
     def _lose(self, hosts: Mapping[str, str]) -> None:
         self.outcome.lost |= hosts
@@ -241,7 +245,9 @@ class _ProbeLaunches:
             and not (useful or self.outcome.all_reduce_failure or _contains_record(ProbeEnded, records))
         ):
             raise LaunchError(
-                f"the probe failed: {_failure_message(result.first_failure, result)}", hint=f"see {folder}/ranks"
+                f"the probe failed: {_failure_message(result.first_failure, result)}",
+                hint=f"see {folder}/ranks",
+                code="probe-failed",
             )
 
 

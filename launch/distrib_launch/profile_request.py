@@ -38,24 +38,37 @@ def prepare(options: LaunchOptions) -> dict[str, str]:
     """
     assert options.profile
     if options.ranks not in (None, 1):
-        raise ConfigError(f"--profile measures one rank, not {options.ranks}", hint="leave out -np")
+        raise ConfigError(
+            f"--profile measures one rank, not {options.ranks}", hint="leave out -np", code="option-conflict"
+        )
     if options.strategy.mode != "sync":
         raise ConfigError(
-            f"--profile measures one rank, so not in mode {options.strategy.mode}", hint="leave out --mode"
+            f"--profile measures one rank, so not in mode {options.strategy.mode}",
+            hint="leave out --mode",
+            code="option-conflict",
         )
     if options.strategy.accumulate > 1:
         raise ConfigError(
             f"--profile measures a step of one batch, not of {options.strategy.accumulate}",
             hint="leave out --accumulate; the launch that you plan for takes it",
+            code="option-conflict",
         )
     if options.module and options.script == "distrib_launch.rank_agent.run_function":
-        raise ConfigError("profile= measures a script, not a function", hint="use job.profile(FILE) in the function")
+        raise ConfigError(
+            "profile= measures a script, not a function",
+            hint="use job.profile(FILE) in the function",
+            code="option-conflict",
+        )
     if options.engine == "kubernetes":
         raise ConfigError(
-            "--profile cannot bring its file back from Kubernetes", hint="profile on one of your machines"
+            "--profile cannot bring its file back from Kubernetes",
+            hint="profile on one of your machines",
+            code="option-conflict",
         )
     if problem := files.write_problem(options.profile):
-        raise ConfigError(f"--profile {options.profile}: {problem}", hint="name a file to write")
+        raise ConfigError(
+            f"--profile {options.profile}: {problem}", hint="name a file to write", code="file-not-written"
+        )
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     return {DISTRIB_PROFILE: msgspec.json.encode({"name": name}).decode()}
 
@@ -81,9 +94,14 @@ def save(options: LaunchOptions, result: Result, run_dir: Path, console: Console
         raise LaunchError(
             f"no profile: {options.script} ended without calling distrib.init()",
             hint="a profile needs distrib.init() and job.prepare(model, optimizer, loader) in the script",
+            code="profile-failed",
         ) from None
     if reply.workload is None:
-        raise LaunchError(reply.problem, hint="let the script run for longer" if "step(s); a" in reply.problem else "")
+        raise LaunchError(
+            reply.problem,
+            hint="let the script run for longer" if "step(s); a" in reply.problem else "",
+            code="profile-failed",
+        )
     write_workload(options.profile, reply.workload)
     console.say(f"{summary(reply.workload, reply.steps)}; written to {options.profile}")
 

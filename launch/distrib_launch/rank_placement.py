@@ -134,6 +134,7 @@ def _count_ranks(selected: Sequence[SelectedHost], wanted: int | None, host_filt
             hint=f"-H {selected[0].host.name}:N gives this machine N slots"
             if source == THIS_MACHINE and selected[0].indices is None
             else "request fewer ranks, or give the hosts more slots",
+            code="too-many-ranks",
         )
     return wanted
 
@@ -174,7 +175,9 @@ def _place_on_this_machine(wanted: int | None, gpus: int) -> Placement:
     ranks = wanted or gpus or 1
     if ranks > MAX_SLOTS:
         raise ConfigError(
-            f"-np {ranks}: more than the {MAX_SLOTS} ranks that a host may have", hint="request fewer ranks"
+            f"-np {ranks}: more than the {MAX_SLOTS} ranks that a host may have",
+            hint="request fewer ranks",
+            code="too-many-ranks",
         )
     if wanted is None:
         notes.append(
@@ -186,6 +189,7 @@ def _place_on_this_machine(wanted: int | None, gpus: int) -> Placement:
         raise ConfigError(
             f"{ranks} ranks requested with -np, but this machine shows {gpus} GPU(s)",
             hint="one rank per GPU of CUDA_VISIBLE_DEVICES; to run on the CPU, add -x CUDA_VISIBLE_DEVICES=",
+            code="too-many-ranks",
         )
     return Placement(hosts=(HostPlan(name="localhost", ranks=ranks),), gpus={"localhost": gpus}, notes=tuple(notes))
 
@@ -207,7 +211,9 @@ def split_server_hosts(host_list: HostList | None) -> tuple[HostList | None, tup
     dedicated = tuple(host for host in host_list.hosts if host.role == "server")
     workers = tuple(host for host in host_list.hosts if host.role != "server")
     if not workers:
-        raise ConfigError(f"{host_list.source}: every host has role=server", hint="leave some hosts to the workers")
+        raise ConfigError(
+            f"{host_list.source}: every host has role=server", hint="leave some hosts to the workers", code="no-hosts"
+        )
     return msgspec.structs.replace(host_list, hosts=workers), dedicated
 
 
@@ -265,6 +271,7 @@ def check_replicas(hosts: Sequence[HostPlan], replicas: int) -> None:
         raise ConfigError(
             "--replicas 1 needs two parameter servers, but there is one",
             hint="use --servers 2 or more, or leave it out",
+            code="option-conflict",
         )
 
 

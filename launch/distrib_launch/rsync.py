@@ -90,7 +90,9 @@ def sync(
     began = time.monotonic()
     others = [host for host in dict.fromkeys(hosts) if not is_here(host)]
     if others and shutil.which("rsync") is None:
-        raise ConfigError("--sync: rsync is not installed here", hint="install rsync, here and on every host")
+        raise ConfigError(
+            "--sync: rsync is not installed here", hint="install rsync, here and on every host", code="tool-missing"
+        )
     words = ["--update"] if keep_newer else []
     words += [f"--exclude={pattern}" for pattern in EXCLUDED]
     for path in leave_out:
@@ -116,7 +118,7 @@ def sync(
     if problems := {
         host: str(outcome) for host, outcome in zip(others, outcomes, strict=True) if isinstance(outcome, _Refused)
     }:
-        raise PreflightError("\n".join(fold_by_host(problems.items())), hosts=problems)
+        raise PreflightError("\n".join(fold_by_host(problems.items())), hosts=problems, code="sync-failed")
     counts = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
     return Synced(
         directory=str(folder),

@@ -93,7 +93,9 @@ def locked_run_dir(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another job is running in {path}", hint="name another place with --run-dir, or wait for its end"
+                f"another job is running in {path}",
+                hint="name another place with --run-dir, or wait for its end",
+                code="file-in-use",
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -126,6 +128,7 @@ def prepare_run_dir(path: Path) -> bool:
             raise ConfigError(
                 f"{path} holds {earlier[0].relative_to(path)}, which is of no run",
                 hint="remove it, or name another folder with --run-dir",
+                code="file-not-written",
             )
         (path / "ranks").mkdir(parents=True, exist_ok=True)
         for old in present:
@@ -232,7 +235,11 @@ def restore_start(path: Path, attempt: Attempt) -> None:
 
 
 def _cannot_make(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot make the run directory {path}: {error.strerror}", hint="name one with --run-dir")
+    return ConfigError(
+        f"cannot make the run directory {path}: {error.strerror}",
+        hint="name one with --run-dir",
+        code="file-not-written",
+    )
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:

@@ -225,7 +225,7 @@ def refuse_hostfile(script: str, hosts: str | None) -> None:
         hosts: Value of `-H`.
     """
     if hosts is None and HOST_FILE_NAME.search(Path(script).name):
-        raise ConfigError(f"{script} is not a script", hint=f"hosts are named with -H {script}")
+        raise ConfigError(f"{script} is not a script", hint=f"hosts are named with -H {script}", code="script-missing")
 
 
 def _check_script(given: str, *, is_local: bool) -> None:
@@ -242,14 +242,18 @@ def _check_script(given: str, *, is_local: bool) -> None:
         raise ConfigError(
             f"{given}: {'is a directory' if files.is_dir(script) else 'no such script'}",
             hint=NO_INTERPRETER_HINT if is_interpreter else hint,
+            code="script-missing",
         )
     if is_local and not os.access(script, os.R_OK):
-        raise ConfigError(f"{script}: cannot read it: no permission", hint=f"chmod a+r {script}")
+        raise ConfigError(
+            f"{script}: cannot read it: no permission", hint=f"chmod a+r {script}", code="file-unreadable"
+        )
     with contextlib.suppress(OSError), script.open("rb") as file:  # the preflight checks whether the hosts can read it
         if file.read(4) == b"\x7fELF":
             raise ConfigError(
                 f"{script}: it is a program, and distrib-launch starts Python scripts",
                 hint=NO_INTERPRETER_HINT if is_interpreter else "name the Python script that it starts",
+                code="script-not-python",
             )
 
 
@@ -261,13 +265,16 @@ def _refuse_oversubscription(ranks: int, machine: HostResources) -> None:
             f"-np {ranks}: this machine has {units.count_text(cores, 'core')}, expected at most "
             f"{MAX_RANKS_PER_CORE * cores} ranks",
             hint="lower -np, or add --oversubscribe",
+            code="too-many-ranks",
         )
 
 
 def _check_min_hosts(min_hosts: int, plan: LaunchPlan, *, preflight: bool) -> None:
     if min_hosts > len(plan.hosts):
         raise ConfigError(
-            f"--min-hosts {min_hosts}: the job has {len(plan.hosts)} host(s)", hint="lower it, or give more hosts"
+            f"--min-hosts {min_hosts}: the job has {len(plan.hosts)} host(s)",
+            hint="lower it, or give more hosts",
+            code="too-few-hosts",
         )
     if engines.shell_to_hosts(plan, preflight=preflight) is None:
         why = engines.NOT_ASKED if preflight else "--no-preflight does not check any host"
@@ -339,7 +346,11 @@ def launch(
         DistribError: The job could not be started.
     """
     if not engines.get(plan.engine).starts_ranks:
-        raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
+        raise ConfigError(
+            "--engine kubernetes writes a manifest and starts nothing",
+            hint="use kubectl create -f",
+            code="option-conflict",
+        )
     run_dir = Path(plan.run_dir)
     console = Console(
         [rank.host for rank in plan.ranks],
@@ -381,6 +392,7 @@ def _launch(
         raise LaunchError(
             f"cannot write into the run directory {run_dir}: {error.strerror}",
             hint="make room, or name another with --run-dir",
+            code="file-not-written",
         ) from error
     except (DistribError, KeyboardInterrupt) as end:  # before the job runs; the supervisor handles later interrupts
         result = _not_started(plan, end, time.time() - began)

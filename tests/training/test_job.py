@@ -61,7 +61,7 @@ def test_a_closed_job_is_refused(job):
 def test_mode_async_without_servers_is_refused(monkeypatch):
     monkeypatch.setattr(job_module, "_job", None)
     monkeypatch.setenv("DISTRIB_STRATEGY", '{"mode":"async"}')
-    with pytest.raises(TrainingError, match="there is no parameter server; distrib-launch --mode async starts them"):
+    with pytest.raises(TrainingError, match="no parameter server.*--mode async"):
         distrib.init()
 
 

@@ -51,6 +51,7 @@ def write(
             raise TrainingError(
                 f"cannot save {where}, {what}",
                 hint="save objects with a state_dict, tensors, numbers, strings, or lists and dicts of them",
+                code="checkpoint-unsavable",
             )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +106,7 @@ def _check_opens(path: str, states: dict[str, Any]) -> None:
         raise TrainingError(
             f"cannot save {where or 'this'}: {what} could not be restored without running code",
             hint="store only numbers, strings and tensors in the saved states",
+            code="checkpoint-unsavable",
         ) from error
     except (OSError, RuntimeError):
         pass  # some file systems cannot map files
@@ -200,18 +202,21 @@ def read(
     try:
         saved = torch.load(_Memory(data), map_location=place, weights_only=True)  # type: ignore[arg-type]  # it reads and seeks
     except Exception as error:  # torch raises a dozen types here
-        raise TrainingError(f"{source} is no checkpoint of job.save: {error}") from error
+        raise TrainingError(f"{source} is no checkpoint of job.save: {error}", code="checkpoint-invalid") from error
     try:
         states, values = saved["states"], saved["values"]
     except (KeyError, TypeError, IndexError) as error:
         raise TrainingError(
             f"{source} was not written by job.save",
             hint="read what another script saved with torch.load, and give it to the model before job.prepare(model)",
+            code="checkpoint-invalid",
         ) from error
     wanted = {name: thing for name, thing in objects.items() if has_state(thing)}
     if missing := sorted(wanted.keys() - states.keys()):
         raise TrainingError(
-            f"{source} holds no state of {', '.join(missing)}", hint=f"it holds {', '.join(sorted(states)) or 'none'}"
+            f"{source} holds no state of {', '.join(missing)}",
+            hint=f"it holds {', '.join(sorted(states)) or 'none'}",
+            code="checkpoint-mismatch",
         )
     for name, thing in wanted.items():
         try:
@@ -220,6 +225,7 @@ def read(
             raise TrainingError(
                 f"{source}: the state of {name} does not fit: {error}",
                 hint="restore it into the same model or optimizer, or name another file",
+                code="checkpoint-mismatch",
             ) from error
     values = move_to_device(values, device, lambda tensor: _place(tensor) in from_gpus)
     given = {name: thing for name, thing in objects.items() if name not in wanted}

@@ -38,6 +38,7 @@ def check_identical(things: Sequence[Any], **options: Any) -> None:
                 hint=SEED_HINT
                 if _INDICES in difference
                 else "create the same models and prepare the same things in the same order on every rank",
+                code="ranks-differ",
             )
 
 

@@ -88,6 +88,7 @@ def _check_initial_values(models: Sequence[nn.Module]) -> None:
                 raise TrainingError(
                     f"training begins with other values in {checksum.name} on rank {rank} than on rank 0",
                     hint="load weights before job.prepare, which broadcasts rank 0's, or on every rank, as job.restore does",
+                    code="weights-differ",
                 )
 
 

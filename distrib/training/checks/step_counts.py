@@ -56,4 +56,5 @@ class StepCountCheck:
         raise TrainingError(
             f"step() of {self._name} was called by {', by '.join(seen)}: ranks would accumulate different batches",
             hint="call step() after every batch on every rank; on_nan='skip' skips bad steps on all ranks",
+            code="step-counts-differ",
         )

@@ -70,6 +70,7 @@ class UsageChecks:
                     f"{type(optimizer).__name__} updated parameters of the prepared {type(one.optimizer).__name__} without "
                     "calling its step()",
                     hint="prepare the optimizer whose step() is called, such as job.prepare(optimizer.base_optimizer)",
+                    code="optimizer-not-prepared",
                 )
             return
         if optimizer not in self._reported and (self._strategy.world.size > 1 or self._accumulates):
@@ -83,6 +84,7 @@ class UsageChecks:
             raise TrainingError(
                 f"{type(optimizer).__name__} took a step within backward, before gradients are averaged: replicas would diverge",
                 hint="take the step after backward, or use --mode local",
+                code="step-in-backward",
             )
 
     def _report_unprepared(self, optimizer: Optimizer) -> None:
@@ -97,7 +99,11 @@ class UsageChecks:
         problem = f"{name} was not passed to job.prepare, but the model that it trains was"
         effect = "its batches are not accumulated" if self._accumulates else "replicas would diverge"
         if self._accumulates or not self._strategy.averages_in_backward:
-            raise TrainingError(f"{problem}: {effect}", hint="model, optimizer = job.prepare(model, optimizer)")
+            raise TrainingError(
+                f"{problem}: {effect}",
+                hint="model, optimizer = job.prepare(model, optimizer)",
+                code="optimizer-not-prepared",
+            )
         self._warn(
             f"{problem}: unequal batches are not weighted, NaN gradients are not detected and steps are not counted"
         )

@@ -152,4 +152,5 @@ class JobLoaders(StepObserver):
                 f"rank {self._context.rank} has read epoch {number} of a DataLoader, another rank epoch {newest}: samples were read "
                 "twice or never",
                 hint="begin each training pass on every rank, or call loader.set_epoch(epoch) on every rank before it",
+                code="epochs-differ",
             )

@@ -58,6 +58,7 @@ def _global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: boo
             hint="use fewer ranks"
             + (", smaller batches or no drop_last" if drop_last else " or more data")
             + "; a loader for evaluation may be left out of job.prepare, and every rank read all of it",
+            code="dataset-too-small",
         )
     if drop_last:
         return _Edges(range(0, samples + 1, whole))
@@ -214,6 +215,7 @@ class ShardSampler(Sampler[Any]):
                 f"the loader's {type(self.source).__name__} has a length of {len(self.source)}, and yields {most} items and more: an "
                 "epoch of it cannot be shared out",
                 hint="let it end, or make the dataset an IterableDataset",
+                code="loader-unsupported",
             )
         self._on_read()
         self.first_order = self.first_order or sequence_digest(order)

@@ -128,6 +128,7 @@ class ShardedLoader(Iterable[Any]):
                 raise TrainingError(
                     f"the loader's {type(sharding).__name__} shards for {sharding.num_replicas} rank(s), expected {context.ranks}",
                     hint="leave the sampler out: prepare() shards the loader",
+                    code="loader-unsupported",
                 )
             self._loader = loader
         else:
@@ -142,6 +143,7 @@ class ShardedLoader(Iterable[Any]):
             raise TrainingError(
                 f"the loader's {type(source).__name__} has no length: an epoch of it cannot be shared",
                 hint="give it a __len__, or make the dataset an IterableDataset",
+                code="loader-unsupported",
             )
         self._shard = ShardSampler(
             source,
@@ -281,6 +283,7 @@ class ShardedLoader(Iterable[Any]):
             raise TrainingError(
                 "some ranks have a batch less than others in this epoch, but a model trains, and its gradients are waited for",
                 hint="call model.train() before the epoch, and eval() on its parts that shall not change",
+                code="step-counts-differ",
             )
 
     def set_epoch(self, epoch: int) -> None:

@@ -193,6 +193,7 @@ class AllReduceThread:
                         raise TrainingError(
                             f"local rank {names} of this host exited in the middle of a step",
                             hint="see that rank's log",
+                            code="peer-exited",
                         )
                     self._memory.wait()
         except Exception as error:

@@ -126,7 +126,9 @@ class HostSharedMemory:
             _, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
             if not descriptors:
                 raise TrainingError(
-                    "the first rank of this host exited before it shared its memory", hint="see that rank's log"
+                    "the first rank of this host exited before it shared its memory",
+                    hint="see that rank's log",
+                    code="peer-exited",
                 )
             descriptor = descriptors[0]
         mapped = mmap.mmap(descriptor, size)

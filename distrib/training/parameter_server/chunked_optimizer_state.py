@@ -75,6 +75,7 @@ def check_state_shapes(
                     f"optimizer state {name} of {name_of(parameter)} has shape {list(value.shape)}, "
                     f"expected {list(parameter.shape)}",
                     hint="restore the state of an optimizer of the same parameters, in the same order",
+                    code="checkpoint-mismatch",
                 )
 
 

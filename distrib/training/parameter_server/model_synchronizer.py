@@ -95,7 +95,11 @@ class ModelSynchronizer:
         """
         for parameter, chunks in table.chunks_of.items():
             if parameter in self.owners:
-                raise TrainingError("a parameter is in two optimizers, expected one", hint="give it to one of them")
+                raise TrainingError(
+                    "a parameter is in two optimizers, expected one",
+                    hint="give it to one of them",
+                    code="parameter-in-two-optimizers",
+                )
             self.owners[parameter] = table, chunks
 
     def remove_table(self, table: WorkerTable) -> None:
@@ -164,6 +168,7 @@ class ModelSynchronizer:
                     raise TrainingError(
                         f"{name} was trained, but is in no prepared optimizer: in mode async every rank has its own values",
                         hint="let an optimizer make the update, and prepare it, too",
+                        code="optimizer-not-prepared",
                     )
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

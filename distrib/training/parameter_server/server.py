@@ -347,7 +347,9 @@ def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, i
             found.append((host.strip("[]"), int(port)))
     if not found or not environ.get(DISTRIB_KEY):
         raise TrainingError(
-            "this job has no parameter servers", hint="start the script with distrib-launch --mode async"
+            "this job has no parameter servers",
+            hint="start the script with distrib-launch --mode async",
+            code="no-parameter-server",
         )
     return found, environ[DISTRIB_KEY].encode()
 

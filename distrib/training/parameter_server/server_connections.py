@@ -91,7 +91,11 @@ class ServerConnections(ClientState):
         self.loop.call_soon(end)
         self._thread.join(5.0)
         self.fail(
-            TrainingError("the parameter servers were asked after job.close()", hint="call it before job.close()")
+            TrainingError(
+                "the parameter servers were asked after job.close()",
+                hint="call it before job.close()",
+                code="job-closed",
+            )
         )
 
     # -- in the client's thread ----------------------------------------------------------------------------------------
@@ -189,4 +193,10 @@ class ServerConnections(ClientState):
             if not self.replicas:
                 hint += "; --replicas 1 survives the death of a server"
             worker = f"worker rank {self.rank} on {socket.gethostname()}"
-            self.fail(TrainingError(f"{name} is unreachable from {worker} for {down_seconds:.0f} s", hint=hint))
+            self.fail(
+                TrainingError(
+                    f"{name} is unreachable from {worker} for {down_seconds:.0f} s",
+                    hint=hint,
+                    code="server-unreachable",
+                )
+            )

@@ -224,12 +224,14 @@ class ChunkOptimizer:
         if self._spec.whole:
             if not is_broadcastable(value, self.value):
                 raise TrainingError(
-                    f"optimizer state {name} has shape {list(value.shape)}, expected {list(self.value.shape)}"
+                    f"optimizer state {name} has shape {list(value.shape)}, expected {list(self.value.shape)}",
+                    code="checkpoint-mismatch",
                 )
         else:
             if value.numel() != self.value.numel():
                 raise TrainingError(
-                    f"optimizer state {name} has {value.numel()} elements, expected {self.value.numel()}"
+                    f"optimizer state {name} has {value.numel()} elements, expected {self.value.numel()}",
+                    code="checkpoint-mismatch",
                 )
             value = value.reshape(self.value.shape)
         return value.to(self.value.dtype)

@@ -366,7 +366,8 @@ class ServerTable:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if content["value"].numel() != self.chunks[chunk].elements:
             raise TrainingError(
-                f"chunk {chunk} has {content['value'].numel()} elements, expected {self.chunks[chunk].elements}"
+                f"chunk {chunk} has {content['value'].numel()} elements, expected {self.chunks[chunk].elements}",
+                code="checkpoint-mismatch",
             )
         self.set_value(chunk, as_memoryview(content["value"].contiguous()), replace=True)
         self.optimizers[chunk].restore_full_state(content)

@@ -71,7 +71,7 @@ class WorkerCollectives:
                 content = own if self._store(number, own) else self._join_pieces(*self._fetch(number, 0))
         value, reason = pickle.loads(content)  # written by a rank of this job, which has proven that it knows the key
         if reason is not None:
-            raise error or TrainingError(f"on the main rank: {reason}")
+            raise error or TrainingError(f"on the main rank: {reason}", code="error-on-other-rank")
         result: T = value
         return result
 

@@ -320,11 +320,13 @@ class WorkerTable(ChunkedParameters):
                         f"{self.name_of(parameter)} was frozen after job.prepare: the optimizer on the servers would continue "
                         "with momentum and weight decay",
                         hint="freeze it before job.prepare, or give it a parameter group of its own and set lr to 0",
+                        code="gradient-missing",
                     )
             elif parameter.grad is not None:
                 raise TrainingError(
                     f"{self.name_of(parameter)} has a gradient, but was not trained at job.prepare: every rank would diverge",
                     hint="unfreeze parameters, and give them to the optimizer, before job.prepare",
+                    code="gradient-not-reduced",
                 )
 
     def take_step(self, *, skip: bool = False) -> None:

@@ -104,6 +104,7 @@ class AllReduceStrategy(TrainingStrategy):
                     raise TrainingError(
                         f"{name} was unfrozen after job.prepare: its gradient is not averaged and replicas would diverge",
                         hint=self.unfreeze_hint,
+                        code="gradient-not-reduced",
                     )
                 raise unprepared_parameter(parameter)
         return update()
@@ -133,4 +134,5 @@ def unprepared_parameter(parameter: torch.Tensor) -> TrainingError:
     return TrainingError(
         f"a parameter {list(parameter.shape)} of the optimizer belongs to no prepared model: replicas would diverge",
         hint="prepare its model too",
+        code="model-not-prepared",
     )

@@ -169,6 +169,7 @@ class DdpStrategy(AllReduceStrategy):
                     "their backward pass",
                     hint="call model(...) of model = job.prepare(model) before each backward(), declare methods that you train by "
                     "(job.prepare(model, methods=['loss'])), or average gradients set by hand: p.grad = job.all_reduce(gradient)",
+                    code="gradient-not-reduced",
                 )
             if model.find_unused_parameters or model.static_graph:
                 continue
@@ -187,6 +188,7 @@ class DdpStrategy(AllReduceStrategy):
                 "ranks wait for it",
                 hint="job.prepare(..., find_unused_parameters=True), or, if no rank uses it, freeze it with "
                 "requires_grad_(False) before job.prepare",
+                code="gradient-missing",
             )
 
     def _averaged_by(self, model: nn.Module) -> set[nn.Parameter]:

@@ -134,6 +134,7 @@ class DdpModule(DistributedDataParallel):
             f"rank {found[1]}: {list_names([name for name, _ in missing])} got no gradient in the last backward pass of "
             f"{type(self.module).__name__}, and other ranks wait for it",
             hint="job.prepare(..., find_unused_parameters=True), or use all outputs of the model in the loss",
+            code="gradient-missing",
         )
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -283,6 +284,7 @@ def frozen_after_prepare(names: list[str], model: str) -> TrainingError:
         f"{list_names(names)} of {model} was frozen after job.prepare, and other ranks wait for its gradient",
         hint="freeze it before job.prepare, prepare the model again (model = job.prepare(job.unwrap(model))), "
         "or job.prepare(..., find_unused_parameters=True)",
+        code="gradient-missing",
     )
 
 

@@ -40,15 +40,21 @@ class HorovodStrategy(AllReduceStrategy):
             raise TrainingError(
                 f"Horovod is not installed here: {error}",
                 hint="scripts/build-horovod builds it; or leave out --backend horovod",
+                code="tool-missing",
             ) from None
         self._hvd = hvd
         if world.comm is None:
-            raise TrainingError("Horovod needs ranks that MPI started", hint="use --engine mpirun, or --backend torch")
+            raise TrainingError(
+                "Horovod needs ranks that MPI started",
+                hint="use --engine mpirun, or --backend torch",
+                code="mpi-mismatch",
+            )
         hvd.init(comm=world.comm)
         if (hvd.rank(), hvd.size()) != (world.rank, world.size):
             raise TrainingError(
                 f"Horovod says rank {hvd.rank()} of {hvd.size()}, MPI {world.rank} of {world.size}",
                 hint="it was built with another MPI: scripts/build-horovod builds it again",
+                code="mpi-mismatch",
             )
         self._reducers: dict[Optimizer, _Reducer] = {}
         self._made = 0  # number of reducers created so far, ended ones included

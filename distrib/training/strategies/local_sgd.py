@@ -200,6 +200,7 @@ class LocalSgdStrategy(TrainingStrategy):
             raise TrainingError(
                 f"the checkpoint is of {len(states)} optimizer(s) in mode local, the job has {len(self._rounds)}",
                 hint="prepare the same optimizers before restoring",
+                code="checkpoint-mismatch",
             )
         for round_, one in zip(self._rounds.values(), states, strict=True):
             round_.restore(one)
@@ -225,6 +226,7 @@ class LocalSgdStrategy(TrainingStrategy):
                 raise TrainingError(
                     f"{name.partition('.')[2]} differs between ranks, and no prepared optimizer has it",
                     hint="prepare the optimizer that updates it, or freeze it if it only follows a model, such as an average",
+                    code="weights-differ",
                 )
         _average([values[name] for name in diverged], self.world.size)
 
@@ -315,6 +317,7 @@ class _Round:
                 f"the checkpoint has the outer momentum of {len(momenta)} parameter(s), and the optimizer trains "
                 f"{len(sizes)}, or of other sizes",
                 hint="before job.restore, freeze what was frozen when it was saved",
+                code="checkpoint-mismatch",
             )
         self._synchronized = self._taken
         self._divide({p: momentum for p, momentum in zip(trained, momenta, strict=False) if momentum is not None})

@@ -108,6 +108,7 @@ class StatusPipe(StepObserver):
             raise TrainingError(
                 f"metrics of {len(line)} bytes do not fit into the {select.PIPE_BUF} of a status line",
                 hint="log fewer or shorter values",
+                code="metric-invalid",
             )
         if self._descriptor is None:
             return
@@ -125,7 +126,9 @@ def _plain(name: str, value: Any) -> Any:
         try:
             value = value.item()
         except (RuntimeError, ValueError) as error:
-            raise TrainingError(f"metric {name!r} has more than one element", hint="log its mean, or a list") from error
+            raise TrainingError(
+                f"metric {name!r} has more than one element", hint="log its mean, or a list", code="metric-invalid"
+            ) from error
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -134,4 +137,8 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain(name, item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(name, item) for key, item in value.items()}
-    raise TrainingError(f"metric {name!r} is a {type(value).__name__}", hint="log numbers, strings, or lists of them")
+    raise TrainingError(
+        f"metric {name!r} is a {type(value).__name__}",
+        hint="log numbers, strings, or lists of them",
+        code="metric-invalid",
+    )

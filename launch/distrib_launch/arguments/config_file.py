@@ -64,9 +64,11 @@ def _read_config(path: str) -> Mapping[str, Any]:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         content = tomllib.loads(text) if is_toml else yaml.safe_load(text)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}", hint="name an existing file") from None
+        raise ConfigError(
+            f"--config {path}: {error.strerror}", hint="name an existing file", code="config-file"
+        ) from None
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {error}", hint=hint) from None
+        raise ConfigError(f"--config {path}: {error}", hint=hint, code="config-file") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: it has no options", hint=hint)
+        raise ConfigError(f"--config {path}: it has no options", hint=hint, code="config-file")
     return content

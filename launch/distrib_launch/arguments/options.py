@@ -61,7 +61,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(message, hint=f"see {self.prog} --help")
+        code = "option-missing" if "required" in message else ""
+        raise ConfigError(message, hint=f"see {self.prog} --help", code=code)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         """Parse a command line, and reject empty values, such as those of unset shell variables.
@@ -116,7 +117,8 @@ class Parser(argparse.ArgumentParser):
         elif "-H" in self._option_string_actions and HOST_FILE_NAME.search(word.rpartition("/")[2]):
             is_topology = word.endswith(("yaml", "yml"))
             hint = f"; {'a topology is named with --topology' if is_topology else 'hosts are named with -H'} {word}"
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        what = f"unrecognized arguments: {' '.join(unknown)}{hint}"
+        raise ConfigError(what, hint=f"see {self.prog} --help", code="option-unknown")
 
 
 class _AppendFilter(argparse.Action):
@@ -138,7 +140,9 @@ class _OnlyOnce(argparse.Action):
         first = getattr(namespace, self.dest)
         if first is not None:
             raise ConfigError(
-                f"{option} is given twice, {first} and {values}", hint="name all hosts in one list or file: a:2,b:2"
+                f"{option} is given twice, {first} and {values}",
+                hint="name all hosts in one list or file: a:2,b:2",
+                code="option-conflict",
             )
         setattr(namespace, self.dest, values)
 
@@ -185,7 +189,7 @@ def option_words(
             near = difflib.get_close_matches(name, set(known).difference(excluded), n=1)
             but = f", except {', '.join(excluded)}" if excluded else ""
             hint = f"did you mean {near[0]}?" if near else f"its options are those of {parser.prog} --help{but}"
-            raise ConfigError(f"{source} has no option {key!r}", hint=hint)
+            raise ConfigError(f"{source} has no option {key!r}", hint=hint, code="option-unknown")
         action, flag = known[name], f"--{name}"
         if action.nargs == 0:
             if not isinstance(value, (bool, NoneType)):

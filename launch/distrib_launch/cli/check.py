@@ -129,7 +129,11 @@ def run(options: argparse.Namespace) -> int:
     """
     script = files.absolute_path(options.script) if options.script else None
     if script and not files.is_file(script):
-        raise ConfigError(f"{options.script}: no such script", hint="give a path from here; hosts are named with -H")
+        raise ConfigError(
+            f"{options.script}: no such script",
+            hint="give a path from here; hosts are named with -H",
+            code="script-missing",
+        )
     if options.script:
         refuse_hostfile(options.script, options.hosts)
     if options.interface:

@@ -40,7 +40,9 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
     plan, pods = runner.plan_launch(options), options.pods
     if not pods.image:
         raise ConfigError(
-            "--engine kubernetes: --image is missing", hint="build the Dockerfile, push the image, and give its name"
+            "--engine kubernetes: --image is missing",
+            hint="build the Dockerfile, push the image, and give its name",
+            code="option-missing",
         )
     environment = runner.forwarded(options)
     document = kubernetes.manifest(
@@ -59,7 +61,9 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
         try:
             Path(pods.manifest).write_text(text)
         except OSError as error:
-            raise ConfigError(f"--manifest {pods.manifest}: {error.strerror}", hint="name another file") from None
+            raise ConfigError(
+                f"--manifest {pods.manifest}: {error.strerror}", hint="name another file", code="file-not-written"
+            ) from None
         log.info("start it with: kubectl create -f %s", pods.manifest, extra=PLAIN)
     else:
         with tolerate_closed_pipe():

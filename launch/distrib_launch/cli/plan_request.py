@@ -82,20 +82,28 @@ def _check_network(topology: Topology | None) -> None:
         raise ConfigError(
             "the network is unknown",
             hint="add --network, such as 100GbE or HDR, or name a described cluster with -H or --topology",
+            code="network-unknown",
         )
     if not _describes_network(topology):
         raise ConfigError(
             f"{topology.source} describes no network",
             hint="describe the NICs there, measure the links with distrib-topo probe, or add --network, such as HDR",
+            code="network-unknown",
         )
 
 
 def _parse_compared_networks(given: str, gpudirect: bool | None) -> list[NetworkOption]:
     if re.search(r"=[^,]*[0-9],[0-9]{3} *(,|$)", given):
-        raise ConfigError(f"--compare {given}: a comma ends a network", hint="write prices without any: HDR=1000")
+        raise ConfigError(
+            f"--compare {given}: a comma ends a network",
+            hint="write prices without any: HDR=1000",
+            code="network-unknown",
+        )
     texts = [text.strip() for text in given.split(",") if text.strip()]
     if not texts:
-        raise ConfigError(f"--compare {given or repr(given)}: no network", hint="write such as 100GbE,HDR")
+        raise ConfigError(
+            f"--compare {given or repr(given)}: no network", hint="write such as 100GbE,HDR", code="network-unknown"
+        )
     return [hypothetical.parse_network_option(text, gpudirect, "--compare") for text in texts]
 
 
@@ -108,7 +116,9 @@ def _selected_hosts(
     )
     if not every:
         if host_filter != HostFilter():
-            raise ConfigError("there are no hosts to choose from", hint="name them with -H or --topology")
+            raise ConfigError(
+                "there are no hosts to choose from", hint="name them with -H or --topology", code="no-hosts"
+            )
         return ()
     workers = [host for host in every if host.role == "worker"]
     known = {host.name: topology.gpus_of(host.name) if topology else None for host in workers}

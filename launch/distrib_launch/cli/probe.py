@@ -185,7 +185,9 @@ class _ProbeCommand:
                 or (failure.message if failure else "no host is left")
             )
             # Not raised: the findings have been shown.
-            problems.append(LaunchError(f"the probe was not completed: {why}", hint=self._resume_hint()))
+            problems.append(
+                LaunchError(f"the probe was not completed: {why}", hint=self._resume_hint(), code="probe-failed")
+            )
         for problem in problems:
             log.error("%s", problem)
         if problems:
@@ -313,7 +315,9 @@ class _ProbeCommand:
         complete = output.whole or bool(outcome.all_reduce_failure)
         if why := why_kept(self.earlier, output.measured, complete=complete, lost=outcome.lost):
             raise LaunchError(
-                f"{self.options.output} was not changed: {why}", hint=f"the measurements are in {self.journal.path}"
+                f"{self.options.output} was not changed: {why}",
+                hint=f"the measurements are in {self.journal.path}",
+                code="file-not-written",
             )
         draft = draft_topology(_read_inventories(self.run_dir), output.measured.hosts)
         write_measured(self.options.output, output.measured, draft)

@@ -99,7 +99,9 @@ def run(options: argparse.Namespace) -> int:
         if options.output:
             _write_new_file(options.output, queried.text)
     elif options.output is not None:
-        raise ConfigError(f"-o {options.output}: only the replies of hosts are written", hint="add --ask")
+        raise ConfigError(
+            f"-o {options.output}: only the replies of hosts are written", hint="add --ask", code="option-conflict"
+        )
     else:
         view = view_of(hosts, topology)
     for path in options.plot:
@@ -136,7 +138,7 @@ def query_topology(
     inventories = {host: reply.inventory for host, reply in replies.items() if reply.inventory}
     problems = tuple(reply.problem for reply in replies.values() if reply.problem)
     if not inventories:
-        raise PreflightError("no host replies: " + "; ".join(map(str, problems)))
+        raise PreflightError("no host replies: " + "; ".join(map(str, problems)), code="host-no-reply")
     text = topology_yaml(draft_groups(inventories))
     return QueriedTopology(inventories, text, parse_topology(text, SOURCE), problems)
 
@@ -145,7 +147,10 @@ def _check_new_file(path: str) -> None:
     check_writable(path)
     if files.exists(path):
         raise TopologyError(
-            "the file exists already", source=path, hint="name a new file, and copy from it what you need"
+            "the file exists already",
+            source=path,
+            hint="name a new file, and copy from it what you need",
+            code="file-not-written",
         )
 
 
@@ -156,7 +161,7 @@ def _write_new_file(path: str, text: str) -> None:
         with contextlib.suppress(OSError):
             Path(path).unlink()  # no incomplete file must remain
         raise TopologyError(
-            f"cannot write it: {error.strerror}", source=path, hint="name another file with -o"
+            f"cannot write it: {error.strerror}", source=path, hint="name another file with -o", code="file-not-written"
         ) from None
 
 

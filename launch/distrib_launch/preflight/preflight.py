@@ -298,7 +298,11 @@ def launcher_addresses(plan: LaunchPlan) -> set[str]:
     names = [host.name for host in plan.hosts]
     found = set(plan.seen_as) or own_addresses(names, [host.address for host in plan.hosts if host.address])
     if not found:
-        raise LaunchError(f"no network leads from here to {name_hosts(names)}", hint="check names and routes")
+        raise LaunchError(
+            f"no network leads from here to {name_hosts(names)}",
+            hint="check names and routes",
+            code="network-unreachable",
+        )
     return found
 
 

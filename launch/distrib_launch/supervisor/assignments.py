@@ -46,6 +46,7 @@ def send_assignments(
             raise LaunchError(
                 f"the command and the environment of rank {state.plan.rank} are too long: {error}",
                 hint="give a long list to the script in a file",
+                code="too-long",
             ) from None
 
 

@@ -102,6 +102,7 @@ class RankConnections:
         return LaunchError(
             f"{what}, but the plan has {len(self._job.ranks)}: the job is not started",
             hint=f"see {self._job.run_dir / 'engine.log'}",
+            code="ranks-missing",
         )
 
     def _on_event(self, state: RankState, events: int) -> None:

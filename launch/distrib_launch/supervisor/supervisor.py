@@ -225,6 +225,7 @@ class Supervisor:
                 raise LaunchError(
                     f"host {host} vanished while the job was starting: {why}",
                     hint="see whether it is up; --drop-bad-hosts starts without it",
+                    code="host-lost",
                 )
             for state in self.job.ranks:
                 if state.plan.host == host and (not state.exit or state.restart_at) and state.channel:
@@ -361,6 +362,7 @@ def _start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception
         f"the job did not start: {what} ({len(missing)} of {len(job.ranks)} missing, on {name_hosts(hosts)})"
         + (f"\n{output}" if output else ""),
         hint=f"the engine's own output is in {engine.log}",
+        code="ranks-missing",
     )
     return failed if job.is_local else _NotStarted(hosts, failed)
 
