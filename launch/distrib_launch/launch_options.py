@@ -13,8 +13,8 @@ from distrib.strategy import Strategy
 from distrib.utils import files
 from distrib_launch.host_selection import HostFilter
 
-GRACE_SECONDS = 5.0
-"""Default of `--grace`; mpirun and torchrun leave 5 to 30 s for a checkpoint in a signal handler."""
+GRACE_SECONDS = 30.0
+"""Default of `--grace`: time for a checkpoint in a signal handler, as torchrun and Slurm (KillWait) leave."""
 
 HOST_FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
 """Names of files about hosts: neither a host nor a script has such a name."""

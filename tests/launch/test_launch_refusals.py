@@ -32,6 +32,8 @@ from tests.conftest import JOB, LAUNCH, TOPO, call
         (["-x", "RANK=7", "JOB"], "-x RANK: the launcher sets this variable itself"),
         (["-x", "LATIN", "JOB"], "LATIN=/data/m\\udcfcller: not UTF-8 text"),
         (["--timeout", "soon", "JOB"], "'soon' is not a valid time"),
+        (["--timeout", "9" * 400, "JOB"], "is longer than 366d"),
+        (["--host-timeout", "99999999999999999999", "JOB"], "is longer than 366d"),
         (["--mpirun", "/nowhere/mpirun", "JOB"], "--mpirun /nowhere/mpirun: no such command"),
         (["--topology", "bad.yaml", "JOB"], "bad.yaml"),
         (["--no-such-option", "JOB"], "--no-such-option"),

@@ -96,7 +96,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--min-hosts", type=integer("hosts"), metavar="M", help=CommonHelp("start and restart on M hosts or more "
                        "(default: all)"))  # fmt: skip
     group.add_argument("--grace", type=_seconds, default=GRACE_SECONDS, metavar="TIME", help="wait this long between SIGTERM and "
-                       "SIGKILL (default: 5s)")  # fmt: skip
+                       "SIGKILL (default: 30s)")  # fmt: skip
 
 
 def _add_forecast_options(group: argparse._ArgumentGroup) -> None:
@@ -220,8 +220,17 @@ def _resource(text: str) -> tuple[str, str]:
     return match[1], match[4]
 
 
+_MAX_DAYS = 366
+"""Limit of all durations: no run takes longer, and sums of times stay exact."""
+
+
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid time; write such as 90, 30s, 10m or 2h")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if seconds > _MAX_DAYS * 86400:
+        raise argparse.ArgumentTypeError(
+            f"{text[:20]!r} is longer than {_MAX_DAYS}d; leave the option out for no limit"
+        )
+    return seconds

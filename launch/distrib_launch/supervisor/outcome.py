@@ -9,6 +9,7 @@ import time
 
 from distrib import strategy
 from distrib.utils import netif
+from distrib.utils.ranges import ranges
 from distrib_launch import engines, results
 from distrib_launch.results import Failure, MeasuredPerformance, Status
 from distrib_launch.supervisor import root_cause
@@ -93,6 +94,8 @@ class JobOutcome:
         """
         job, plan = self._job, self._job.plan
         status, exit_code, failure = self._final()
+        if killed := self._killed_while_stopping():
+            job.warn(killed)
         if status == "succeeded":
             for warning in filter(None, (self._independent_copies(), self._unused_options())):
                 job.warn(warning)
@@ -141,6 +144,17 @@ class JobOutcome:
             return False
         ended = [one for one in self._tolerance.exits if one.stopped_by == "engine"]
         return any(abs(one.time - failure.time) < SETTINGS.orphan_seconds for one in ended)
+
+    def _killed_while_stopping(self) -> str:
+        job = self._job
+        exits = [state.exit for state in job.ranks if state.exit]
+        killed = [one.rank for one in exits if one.stopped_by == "launcher" and one.signal == signal.SIGKILL]
+        if not killed or not job.grace_seconds:  # 0: the user pressed Ctrl-C twice
+            return ""
+        return (
+            f"rank{'s' * (len(killed) > 1)} {ranges(killed)} still ran {job.grace_seconds:g} s after SIGTERM, and the launcher killed "
+            "them; if they were saving, give them more time with --grace"
+        )
 
     def _independent_copies(self) -> str:
         workers = self._job.workers

@@ -26,6 +26,7 @@ class StopSequence:
             grace_seconds: Time between SIGTERM and SIGKILL.
         """
         self._job.stopping = True
+        self._job.grace_seconds = grace_seconds
         self._servers_grace_seconds = grace_seconds
         self._signal("worker", grace_seconds)
         self._stop_servers()

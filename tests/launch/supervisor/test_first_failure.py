@@ -53,10 +53,11 @@ def test_a_killed_rank_is_the_first_failure_and_not_the_engine_that_ended_with_i
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch):
-    run = launch("-np", "2", JOB, "0:ignore", "1:raise-then", timeout=200)
+    run = launch("-np", "2", "--grace", "1s", JOB, "0:ignore", "1:raise-then", timeout=200)
     assert run.code == 1, run
     assert run.result["first_failure"]["rank"] == 1
     assert [r["signal"] for r in run.result["ranks"]] == [signal.SIGKILL, None]
+    assert "rank 0 " in run.result["warnings"][0] and "1 s after SIGTERM" in run.err and "--grace" in run.err
 
 
 def test_all_descendants_of_the_ranks_end_after_a_failure(launch):
