@@ -53,6 +53,9 @@ FATAL_ERROR = "Fatal Python error: "
 MPI_INIT_FRAMES = (" in _start_mpi", " in _init_mpi")
 """Ends of the innermost Python frame in MPI_Init: `training.world`, `probe.__main__`. See `engines.srun.BARRIERS`."""
 
+AT_ONCE_SECONDS = 0.5
+"""Time in which all ranks of a host are lost if the host ends. Open MPI kills the other ranks 1 s after one was killed."""
+
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """Signals of faults in the process itself."""
 
@@ -192,7 +195,8 @@ def _lost(first: RankExit, exits: Sequence[RankExit]) -> str:
             "all ranks were lost at once, without an exit record: a user or the batch system killed the whole job "
             "(Slurm does so where an MPI rank dies, or where its PMIx fails: see the log of slurmd on the hosts)"
         )
-    if len(there) > 1 and all(one.lost for one in there):
+    last_seconds = max(one.time for one in there) - first.time
+    if len(there) > 1 and last_seconds < AT_ONCE_SECONDS and all(one.lost for one in there):
         return f"every rank of {first.host} was lost at once, without an exit record; was the host shut down?"
     return f"the process around it was killed, it left no exit record ({first.message})"
 

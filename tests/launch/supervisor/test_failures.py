@@ -507,12 +507,15 @@ def test_a_fault_is_told_by_the_last_words(words, number):
 
 
 def test_of_ranks_that_were_lost_at_once_the_one_that_made_a_fault_is_first(tmp_path):
-    lost = [ending(rank, host=f"n{rank // 2}", lost="closed", exit_code=None) for rank in range(4)]
+    lost = [ending(rank, host=f"n{rank // 2}", lost="closed", exit_code=None, time=rank / 10) for rank in range(4)]
     assert root_cause.first_failure(lost) is lost[0]
     told = root_cause.describe_failure(lost[0], lost, tmp_path / "0.err", "/py").message
     assert told.startswith("all ranks were lost at once, without an exit record")
     told = root_cause.describe_failure(lost[0], [*lost[:2], ending(2, host="n1")], tmp_path / "0.err", "/py").message
     assert told.startswith("every rank of n0 was lost at once")
+    later = [lost[0], ending(1, host="n0", lost="closed", exit_code=None, time=lost[0].time + 1), ending(2, host="n1")]
+    told = root_cause.describe_failure(lost[0], later, tmp_path / "0.err", "/py").message
+    assert told.startswith("the process around it was killed")  # Open MPI killed the other one
     faulty = [*lost[:3], ending(3, host="n1", lost="closed", exit_code=None, signal=11)]
     first = root_cause.first_failure(faulty)
     assert first is faulty[3] and first.code == 139
