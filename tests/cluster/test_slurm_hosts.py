@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from distrib.cluster.hostfile import Host, slurm_hosts
+from distrib.cluster.hostfile import slurm_hosts
 from distrib.cluster.slurm import gpus_per_host
 from distrib.errors import HostfileError
-from tests.support.hostfile_tables import INVALID_SLURM, VALID_SLURM, h
+from tests.support.hostfile_tables import TABLES, h, hosts_of
 
 TWO = {"SLURM_JOB_NODELIST": "n[1-2]"}
 ONE_TASK = {**TWO, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NTASKS": "2"}
@@ -50,35 +52,30 @@ SLURM_SLOTS: list[tuple[dict[str, str], int | None, int | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "hosts"), VALID_SLURM)
-def test_slurm_variables_give_the_hosts_of_the_allocation(environ: dict[str, str], hosts: list[Host] | None) -> None:
-    read = slurm_hosts(environ)
-    if hosts is None:
-        assert read is None
-    else:
+def test_slurm_variables_give_the_hosts_of_the_allocation() -> None:
+    for environ, hosts in TABLES["valid_slurm"]:
+        read = slurm_hosts(environ)
+        if hosts is None:
+            assert read is None, environ
+        else:
+            assert read is not None
+            assert list(read.hosts) == hosts_of(hosts, 0), environ
+            assert (read.dialect, read.source) == ("slurm", "Slurm"), environ
+
+
+def test_invalid_slurm_variables_are_refused_with_their_name() -> None:
+    for nodes, tasks, variable, column, message in TABLES["invalid_slurm"]:
+        with pytest.raises(HostfileError, match=re.escape(message)) as caught:
+            slurm_hosts({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
+        assert (caught.value.source, caught.value.column) == (variable, column), (nodes, tasks)
+
+
+def test_slots_of_slurm_hosts_follow_tasks_gpus_and_cpus() -> None:
+    for environ, slots, most, note in SLURM_SLOTS:
+        read = slurm_hosts(environ)
         assert read is not None
-        assert list(read.hosts) == hosts
-        assert (read.dialect, read.source) == ("slurm", "Slurm")
-
-
-@pytest.mark.parametrize(("nodes", "tasks", "variable", "column", "message"), INVALID_SLURM)
-def test_invalid_slurm_variables_are_refused_with_their_name(
-    nodes: str, tasks: str, variable: str, column: int, message: str
-) -> None:
-    with pytest.raises(HostfileError) as caught:
-        slurm_hosts({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
-    assert message in str(caught.value)
-    assert (caught.value.source, caught.value.column) == (variable, column)
-
-
-@pytest.mark.parametrize(("environ", "slots", "most", "note"), SLURM_SLOTS)
-def test_slots_of_slurm_hosts_follow_tasks_gpus_and_cpus(
-    environ: dict[str, str], slots: int | None, most: int | None, note: str
-) -> None:
-    read = slurm_hosts(environ)
-    assert read is not None
-    assert list(read.hosts) == [h(name, slots, max_slots=most, line=0) for name in ("n1", "n2")]
-    assert note in " ".join(read.notes) and bool(note) == bool(read.notes)
+        assert list(read.hosts) == [h(name, slots, max_slots=most, line=0) for name in ("n1", "n2")], environ
+        assert note in " ".join(read.notes) and bool(note) == bool(read.notes), environ
 
 
 def test_gpus_per_host_are_zero_unless_equal_on_all_hosts() -> None:
