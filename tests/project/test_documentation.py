@@ -41,6 +41,44 @@ def test_every_documented_command_parses(page: str, command: str):
     parser.parse_args(words)
 
 
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings():
+    """The build of the site checks links between its pages, but neither pictures nor the pages outside docs/."""
+    broken = []
+    for page in [*ROOT_PAGES, *PAGES]:
+        for link in LINK.findall(page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not link.startswith("https://") and (
+                not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target))
+            ):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page != ROOT / "README.md"}
+
+
+def test_the_reference_lists_every_finding():
+    sources = (ROOT / "distrib" / "probe" / "diagnosis").glob("*.py")
+    kinds = {
+        kind for source in sources for kind in re.findall(r'\bkind(?:: str)? ?= ?"(\w+)"', source.read_text("utf-8"))
+    }
+    listed = re.findall(r"^\|`(\w+)`\|", (ROOT / "docs/reference/findings.md").read_text("utf-8"), re.MULTILINE)
+    assert set(listed) == kinds
+
+
 def test_the_command_reference_is_current():
     subprocess.run([sys.executable, str(ROOT / "scripts" / "reference.py"), "--check"], check=True)
 
@@ -49,7 +87,8 @@ def test_the_site_builds_without_warnings(tmp_path: Path):
     for name in ("distrib", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    for name in ("zensical.toml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
     zensical = Path(sys.executable).parent / "zensical"
     built = subprocess.run([str(zensical), "build", "--strict"], cwd=tmp_path, text=True, capture_output=True)
     assert built.returncode == 0, built.stdout + built.stderr
