@@ -119,13 +119,9 @@ class ParameterServer:
         self._dead_servers: set[int] = set()
         self._links: dict[int, ReplicaLink] = {}
         self._rebuild_timers: dict[int, RebuildTimer] = {}
-        both = socket.has_dualstack_ipv6()
-        self._listener = socket.create_server(
-            ("", addresses[number][1]),
-            family=socket.AF_INET6 if both else socket.AF_INET,
-            dualstack_ipv6=both,
-            backlog=1024,
-        )
+        own = addresses[number]  # not all interfaces: the job's network was chosen
+        family = socket.AF_INET6 if ":" in own[0] else socket.AF_INET
+        self._listener = socket.create_server(own, family=family, backlog=1024)
         self._listener.setblocking(False)
 
     def _add_own_shard(self, restarted: bool) -> None:

@@ -21,7 +21,7 @@ from distrib_launch.open_files import require_open_files
 from distrib_launch.preflight.gate import PreflightGate
 from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_placement import HostPlan
-from distrib_launch.results import Attempt, Result
+from distrib_launch.results import Attempt, Failure, Result
 from distrib_launch.rsync import sync
 from distrib_launch.status_lines import rank_count
 from distrib_launch.supervisor import root_cause
@@ -280,4 +280,13 @@ def _same_failure(before: CompletedAttempt, now: CompletedAttempt) -> bool:
         return False
     if any(ended.stepped or ended.result.seconds > RESTARTS.early_failure_seconds for ended in (before, now)):
         return False
-    return (first.exit_code, first.message, first.traceback) == (second.exit_code, second.message, second.traceback)
+    return (first.exit_code, _kind_of_error(first)) == (second.exit_code, _kind_of_error(second))
+
+
+def _kind_of_error(failure: Failure) -> tuple[str, str]:
+    """Return the type of an exception and the innermost frame of the script, as messages may name a host, a port or a time."""
+    lines = failure.traceback.splitlines()
+    frames = [line.strip() for line in lines if line.startswith('  File "') and "/lib/python" not in line]
+    if not frames:
+        return failure.message, ""
+    return failure.message.partition(":")[0], frames[-1]
