@@ -81,6 +81,7 @@ ERROR_CODES: Mapping[str, Mapping[str, str]] = {
     "End of a job": {
         "rank-failed": "a rank raised an exception or ended with an exit code",
         "rank-killed": "a signal ended a rank",
+        "connection-lost": "a rank lost its connection to another rank, and no rank failed before",
         "rank-lost": "a rank ended without an exit record",
         "out-of-memory": "the kernel killed a rank for lack of memory",
         "host-lost": "a host fell silent or lost its daemon, with its ranks",

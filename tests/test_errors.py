@@ -25,7 +25,7 @@ def used_codes() -> set[str]:
             given = isinstance(node, ast.keyword) and node.arg == "code"
             if given or (isinstance(node, ast.Assign) and any("code" in ast.unparse(to) for to in node.targets)):
                 value = node.value
-            elif isinstance(node, ast.FunctionDef) and node.name == "_error_code":
+            elif isinstance(node, ast.FunctionDef) and node.name in ("_error_code", "_lost"):
                 value = node
             for part in ast.walk(value) if value else ():
                 if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value in CODES:

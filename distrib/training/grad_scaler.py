@@ -56,8 +56,8 @@ class ScalerSteps:
         if self._overflows[stepper] == MAX_OVERFLOWS_IN_A_ROW and stepper.is_reporter:
             name = type(stepper.optimizer).__name__
             log.warning(
-                f"the GradScaler has left out {MAX_OVERFLOWS_IN_A_ROW} steps of {name} in a row: gradients are "
-                "nan or infinite whatever the scale is. Check the loss and the batches"
+                f"the GradScaler skipped {MAX_OVERFLOWS_IN_A_ROW} steps of {name} in a row: gradients are nan or infinite "
+                "at every scale\n  check the loss and the batches"
             )
         return result
 

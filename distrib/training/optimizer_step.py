@@ -318,8 +318,8 @@ class OptimizerStepper:
         if self.is_reporter:
             world = self._strategy.world
             where = "" if self._strategy.averages_gradients or world.size == 1 else f" on rank {world.rank}"
-            problem = f"{self.skipped} of {self.taken} steps of {self._name} were left out{where}"
-            log.info(f"{problem}, as gradients were nan or infinite", extra=PLAIN)
+            problem = f"{self.skipped} of {self.taken} steps of {self._name} were skipped{where}"
+            log.info(f"{problem}: gradients were nan or infinite", extra=PLAIN)
 
     @property
     def _compares_counts(self) -> bool:

@@ -157,16 +157,16 @@ class JobShutdown:
         effect = ", and each rank keeps its own parameters" if self._strategy.replicas_differ else ""
         if self._world.rank == 0:
             print(
-                "distrib: warning: the script called torch.distributed.destroy_process_group(): checks between ranks at the end "
-                f"are left out{effect}",
+                "distrib: warning: the script called torch.distributed.destroy_process_group(): the last checks between "
+                f"ranks are skipped{effect}",
                 flush=True,
             )
 
     def _report_staleness(self, seen: dict[str, float]) -> None:
         if self._elastic and self._elastic.is_main and seen and self._world.size > 1:
             self._status.metrics({"staleness": seen}, is_main=self._elastic.seems_main)
-            summary = ", ".join(f"{name} {value:g}" for name, value in seen.items())
-            print(f"distrib: staleness of the updates, in updates of others meanwhile: {summary}", flush=True)
+            others = f"median {seen['median']:g}, 95th percentile {seen['p95']:g}, at most {seen['max']:g}"
+            print(f"distrib: a gradient was on average {seen['mean']:.2g} updates old ({others})", flush=True)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

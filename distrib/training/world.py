@@ -102,8 +102,8 @@ def _warn_of_separate_jobs(environ: Mapping[str, str]) -> None:
         count = environ.get(size, "")
         if count.isdecimal() and int(count) > 1 and environ.get(rank) == "0":
             log.warning(
-                f"{by} started {count} processes, and each is a job of its own with one rank. For one job of them "
-                "use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI"
+                f"{by} started {count} processes, but each is a job of its own with one rank\n"
+                "  for one job use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI"
             )
             return
 

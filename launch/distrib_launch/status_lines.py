@@ -53,7 +53,7 @@ def end_line(result: Result, run_dir: Path) -> str:
         result.status == "failed" and failure and failure.host
     ):  # without a host, the command prints the error after this line
         message = textwrap.shorten(failure.message.partition("\n")[0], MAX_MESSAGE_LENGTH)
-        line += f": {failed_part(failure)}: {message}"
+        line += f": {message}" if failure.code == "host-lost" else f": {failed_part(failure)}: {message}"
     elif measured := result.measured:
         speed = f"{measured.samples_per_second:,.0f} samples/s, " if measured.samples_per_second else ""
         line += f": {speed}{measured.efficiency:.0%} scaling efficiency"

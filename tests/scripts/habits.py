@@ -690,7 +690,7 @@ def averages_put_in(job: distrib.Job) -> None:
         for parameter in model.parameters():
             parameter.zero_()
         model(torch.ones(1, 4))
-    assert "the script has changed weight" in told.getvalue(), told.getvalue()
+    assert "the script changed weight" in told.getvalue(), told.getvalue()
 
 
 def cleared_after_steps(job: distrib.Job) -> None:

@@ -126,7 +126,7 @@ def test_an_optimizer_of_no_prepared_model_is_reported(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["[2, 0, 2] [1.0, 0.0, 1.0] [True, False, True]"] * 2
     (told,) = [line for line in result.stderr.splitlines() if line.startswith("distrib: ")]
-    assert "SGD was not passed to job.prepare, and its parameters belong to no prepared model" in told
+    assert "neither SGD nor its model was passed to job.prepare" in told
 
 
 def test_models_wrapped_by_the_script_are_accepted(tmp_path):
@@ -203,8 +203,8 @@ with distrib.init() as job:
         ({}, "model loader", 0, "SGD was not passed to job.prepare, but the model that it trains was: unequal batches"),
         ({"accumulate": 2}, "model loader", 1, "the model that it trains was: its batches are not accumulated"),
         ({"mode": "local", "inner_steps": 2}, "model loader", 1, "trains was: replicas would diverge; model, "),
-        ({"mode": "local", "inner_steps": 2}, "loader", 0, "its parameters belong to no prepared model"),
-        ({}, "", 0, "its parameters belong to no prepared model"),
+        ({"mode": "local", "inner_steps": 2}, "loader", 0, "nor its model was passed to job.prepare"),
+        ({}, "", 0, "nor its model was passed to job.prepare"),
     ],
 )
 def test_an_optimizer_that_was_not_prepared_is_reported_or_refused(tmp_path, strategy, prepared, code, says):
@@ -230,7 +230,7 @@ def test_a_scaler_that_skips_40_steps_is_reported_once(job, capfd):
     assert "GradScaler" not in capfd.readouterr().err
     for _ in range(50):
         step(float("nan"))
-    assert capfd.readouterr().err.count("the GradScaler has left out 40 steps of SGD in a row") == 1
+    assert capfd.readouterr().err.count("the GradScaler skipped 40 steps of SGD in a row") == 1
 
 
 def test_optimizer_state_on_another_device_is_detected():

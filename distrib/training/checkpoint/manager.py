@@ -71,8 +71,8 @@ class Checkpoints:
         if not self._has_warned:
             self._has_warned = True
             log.info(
-                "the checkpoint has only the main rank's parameters, as ranks differ within a round of --mode local. "
-                "Call job.settle() on every rank before job.save, or save at the end of an epoch"
+                "the checkpoint has only the main rank's parameters: ranks differ within a round of --mode local\n"
+                "  call job.settle() on every rank before job.save, or save at the end of an epoch"
             )
 
     def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class Checkpoints:
         place = Path(path).absolute()
         if data is None:
             if self._world.rank == 0:
-                how = "warning: the job was started again, but there is" if self._run.restarts else "note:"
+                how = "warning: the job was restarted, but there is" if self._run.restarts else "note:"
                 log.info(f"{how} no file {place}: nothing is restored", extra=PLAIN)
             return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
         if source and self._world.rank == source:
-            log.info(f"{place} is this host's: it is the newest")
+            log.info(f"rank {source} reads {place}: the newest copy")
         self._strategy.finish_rounds()  # objects that are not restored continue from common parameters
         values, state = checkpoint_format.read(data, objects, self._device, source=os.fspath(path))
         restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
@@ -129,7 +129,7 @@ class Checkpoints:
             rank, own, other = later
             log.warning(
                 f"restored {os.fspath(path)} of rank {chosen}, written {_when(own)}: rank {rank} has a later one of another run, "
-                f"written {_when(other)}, which the next checkpoint replaces. Remove the older file to continue from the later one"
+                f"written {_when(other)}\n  to continue from the later one, remove the older file before the next checkpoint"
             )
         return chosen
 

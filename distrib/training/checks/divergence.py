@@ -27,8 +27,8 @@ log = get_logger("checks")
 CHECK_EVERY_STEPS = 100
 """Steps between two comparisons: one costs about as much as reading the parameters once."""
 _CAUSES = (
-    "replicas diverge. Compute losses with the model that job.prepare returned, change parameters and learning rates equally on every rank "
-    "(job.all_reduce a measurement first), and call step() equally often"
+    "replicas diverge\n  compute losses with the prepared model, change parameters and learning rates equally on every rank, "
+    "call step() equally often"
 )
 
 

@@ -53,8 +53,8 @@ class UsageChecks:
         """
         problem = "no prepared DataLoader was read" if prepared else "no DataLoader was passed to job.prepare"
         self._warn(
-            f"{problem}: every rank may train on the same samples. Read the loader that job.prepare returns, or call "
-            "torch.manual_seed(SEED + job.rank) after job.prepare if the script draws its own samples"
+            f"{problem}: every rank may train on the same samples\n"
+            "  read the loader that job.prepare returns, or call torch.manual_seed(SEED + job.rank) after job.prepare"
         )
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -92,8 +92,8 @@ class UsageChecks:
         if not self._trains_prepared_model(optimizer):
             if self._strategy.world.size > 1 and not self._is_wrapped(optimizer):
                 self._warn(
-                    f"{name} was not passed to job.prepare, and its parameters belong to no prepared model: every rank trains its own "
-                    "copy. Call model, optimizer = job.prepare(model, optimizer)"
+                    f"neither {name} nor its model was passed to job.prepare: every rank trains its own copy\n"
+                    "  call model, optimizer = job.prepare(model, optimizer)"
                 )
             return
         problem = f"{name} was not passed to job.prepare, but the model that it trains was"
@@ -104,9 +104,7 @@ class UsageChecks:
                 hint="model, optimizer = job.prepare(model, optimizer)",
                 code="optimizer-not-prepared",
             )
-        self._warn(
-            f"{problem}: unequal batches are not weighted, NaN gradients are not detected and steps are not counted"
-        )
+        self._warn(f"{problem}: unequal batches are not weighted, NaN gradients not detected, steps not counted")
 
     @property
     def _accumulates(self) -> bool:

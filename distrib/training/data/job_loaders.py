@@ -105,9 +105,8 @@ class JobLoaders(StepObserver):
             differing = find_differing([loader.first_read for loader in self._compared]) if self._compared else []
             if any(differing) and not self._context.rank:
                 log.warning(
-                    "a sampler or an IterableDataset given to job.prepare does not begin with the same samples on every "
-                    f"rank, and each rank keeps one of {self._context.ranks} batches: samples are read twice or never. Seed it equally on "
-                    "every rank; if it shards by rank itself, leave its loader out of job.prepare"
+                    "a sampler or IterableDataset begins with different samples on different ranks: samples are read twice "
+                    "or never\n  seed it equally on every rank; leave its loader out of job.prepare if it shards by rank itself"
                 )
         self._compared.clear()
 

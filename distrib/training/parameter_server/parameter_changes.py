@@ -86,8 +86,10 @@ class ParameterChangeCheck:
             self._has_warned = True
             self._fingerprints.clear()
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            log.warning(f"the script has changed {self._name(changed[0])}{more} itself. In mode async the values of "
-                "the servers overwrite such changes. Set values before job.prepare or with load_state_dict, or use --mode sync")  # fmt: skip
+            log.warning(
+                f"the script changed {self._name(changed[0])}{more}: in mode async the servers overwrite such changes\n"
+                "  set values before job.prepare or with load_state_dict, or use --mode sync"
+            )
 
     def clear(self) -> None:
         """Drop all recorded parameters, because values were loaded."""

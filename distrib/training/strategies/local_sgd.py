@@ -110,8 +110,8 @@ class LocalSgdStrategy(TrainingStrategy):
         if has_momentum and outer.momentum and inner_steps < 8 and not self._has_warned and not self.world.rank:
             self._has_warned = True
             log.warning(
-                f"rounds of {inner_steps} steps with outer momentum and the momentum of {type(optimizer).__name__} may diverge: "
-                "use --outer average, or --inner-steps 16 or more"
+                f"training may diverge: outer momentum and momentum of {type(optimizer).__name__} in rounds of {inner_steps} steps\n"
+                "  use --outer average, or --inner-steps 16 or more"
             )
 
     def release_optimizer(self, optimizer: Optimizer) -> None:

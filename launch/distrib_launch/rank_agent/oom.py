@@ -21,11 +21,11 @@ class OutOfMemory:
         """Return the reason of a SIGKILL; empty if the kernel killed no process."""
         own, limits, host = (after - before for before, after in zip(self._before, _counts(), strict=True))
         if own > 0 and limits > 0:
-            return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
+            return "killed by SIGKILL: out of memory, its job or container reached its memory limit (cgroup)"
         if own > 0:  # this counter includes kills because the host's memory is full
-            return f"killed by SIGKILL: out of memory, all that {socket.gethostname()} has, as no limit of its cgroup was met"
+            return f"killed by SIGKILL: out of memory, host {socket.gethostname()} had none left"
         if host > 0:
-            return f"killed by SIGKILL: out of memory, it seems; the kernel of {socket.gethostname()} killed a process meanwhile"
+            return f"killed by SIGKILL: probably out of memory, the kernel of {socket.gethostname()} killed a process"
         return ""
 
 

@@ -182,12 +182,12 @@ class PerformanceMonitor:
             what = (
                 self._slowest_link(seen)
                 if by_network
-                else f"; the network needs {units.duration_text(seen.network_seconds or 0.0)} for them: look for late ranks, CPUs that "
-                "too many ranks share, and the network's latency if gradients are small"
+                else f"\n  the network needs {units.duration_text(seen.network_seconds or 0.0)} of it: look for late ranks, "
+                "shared CPUs, and latency if gradients are small"
             )
             self._warn(
                 "network",
-                f"{bound}: {seen.efficiency:.0%} scaling efficiency{predicted}; step {units.duration_text(seen.step_seconds)}, "
+                f"{bound}: {seen.efficiency:.0%} scaling efficiency{predicted}, step {units.duration_text(seen.step_seconds)}, "
                 f"{units.duration_text(seen.exposed_seconds)} of it waiting for gradients{what}",
             )
         if forecast is None:
@@ -196,7 +196,7 @@ class PerformanceMonitor:
         if seen.step_seconds > (1 + tolerated) * forecast.predicted.step_seconds:
             self._warn(
                 "slower",
-                f"a step takes {units.duration_text(seen.step_seconds)}, predicted {units.duration_text(forecast.predicted.step_seconds)}: "
+                f"a step takes {units.duration_text(seen.step_seconds)}, predicted {units.duration_text(forecast.predicted.step_seconds)}\n  "
                 + self._cause(seen),
             )
 
@@ -210,9 +210,9 @@ class PerformanceMonitor:
         if seen.links:
             worst = min(seen.links, key=lambda link: link.bytes_per_second)
             named = self._expect(worst.source, worst.target)[1]
-            return f"; slowest link: {worst.source}-{worst.target}{', ' + named if named else ''}, {units.rate_text(worst.bytes_per_second)}"
+            return f"\n  slowest link: {worst.source}-{worst.target}{', ' + named if named else ''}, {units.rate_text(worst.bytes_per_second)}"
         cap = self._plan.forecast.predicted.cap if self._plan.forecast else None
-        return f"; slowest link: {cap.link}" if cap else ""
+        return f"\n  slowest link: {cap.link}" if cap else ""
 
     def _cause(self, seen: MeasuredPerformance) -> str:
         """Return the slow links, or the rank that computes longer than predicted."""
@@ -237,7 +237,7 @@ class PerformanceMonitor:
         if seen.compute_seconds - expected > more / 2:
             return (
                 f"rank {rank.rank} on {rank.host} computes and loads data for {units.duration_text(seen.compute_seconds)}, "
-                f"predicted {units.duration_text(expected)}; is its CPU shared or hot, or its storage slow?"
+                f"predicted {units.duration_text(expected)}; check its CPUs and its storage"
             )
         cap = predicted.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""

@@ -118,7 +118,7 @@ def describe_failure(
     error = None
     if first.exit_code and not first.lost and first.signal in (None, signal.SIGABRT):
         error = first.error or (error_in(stderr) if first.signal is None else None)
-    message = _message(first, exits, error, stderr)
+    code, message = _lost(first, exits) if first.lost else (_error_code(first), _message(first, exits, error, stderr))
     if error and (module := message.partition("ModuleNotFoundError: No module named '")[2].partition("'")[0]):
         pythonpath = ", or hand on what is set here: -x PYTHONPATH" if lacks_pythonpath else ""
         message += f" (install {module.partition('.')[0]} for {interpreter} on {first.host}{pythonpath})"
@@ -129,24 +129,23 @@ def describe_failure(
         message += " (in MPI_Init; with srun often open-mpi/ompi#12495: set SLURM_PMIX_FENCE=ring, or --engine mpirun)"
     said = f"{message}\n{error.traceback if error else ''}".lower()
     message += next((f" ({why})" for fragments, why in KNOWN_CAUSES if any(f in said for f in fragments)), "")
-    message += _other_ranks(first, exits, message)
+    if NCCL_TIMEOUT in message.lower():
+        message += _awaited_ranks(exits)
+    elif first.consequence and not first.stopped_by:
+        code, message = "connection-lost", _disconnected(first, exits, message)
     return Failure(
         rank=first.rank, host=first.host, time=first.time, exit_code=first.exit_code, signal=first.signal,
-        code=_error_code(first), message=message, traceback=error.traceback if error else "\n".join(stack), log=str(log),
+        code=code, message=message, traceback=error.traceback if error else "\n".join(stack), log=str(log),
     )  # fmt: skip
 
 
 def _error_code(first: RankExit) -> str:
-    if first.lost and not first.signal:
-        return "host-lost" if first.lost == "silence" else "rank-lost"
     if first.signal:
         return "out-of-memory" if "out of memory" in first.message else "rank-killed"
     return "rank-failed"
 
 
 def _message(first: RankExit, exits: Sequence[RankExit], error: ErrorRecord | None, stderr: str) -> str:
-    if first.lost:
-        return _lost(first, exits)
     if first.message:
         return first.message
     if error:
@@ -175,46 +174,48 @@ def _signal_cause(first: RankExit, exits: Sequence[RankExit], stderr: str) -> st
     return f"; last line: {last}" if last else ""
 
 
-def _lost(first: RankExit, exits: Sequence[RankExit]) -> str:
+def _disconnected(first: RankExit, exits: Sequence[RankExit], message: str) -> str:
+    """Return the message of a rank that lost its connection to another rank, although no rank failed before."""
+    done = [one.rank for one in exits if not one.failed and not one.stopped_by and one.time <= first.time]
+    if not done:
+        return f"{message} (it lost the connection to another rank, but no rank failed before: check the network)"
+    return (
+        f"lost the connection to another rank: rank {ranges(done)} had finished its script; "
+        "call barrier, all_reduce and step equally often on all ranks"
+    )
+
+
+def _lost(first: RankExit, exits: Sequence[RankExit]) -> tuple[str, str]:
+    """Return code and message of a rank that was lost without an exit record."""
     if first.signal:
         at_once = ", and all ranks were lost at once" if all(one.lost == "closed" for one in exits) else ""
-        return f"killed by {signal_name(first.signal)}, as its stderr reports{at_once}"
+        return "rank-killed", f"killed by {signal_name(first.signal)}, as its error output shows{at_once}"
     there = [one for one in exits if one.host == first.host]
+    lost_host = f"host {first.host} was lost, with rank{'s' * (len(there) > 1)} {ranges([one.rank for one in there])}"
     hosts = len({one.host for one in exits})
     if first.lost == "silence":
         silent = list(dict.fromkeys(one.host for one in exits if one.lost == "silence"))
         if len(silent) > 1 and len(silent) + 1 >= hosts:
-            return (
-                f"{len(silent)} of {hosts} hosts vanished at once ({name_hosts(silent)}): look at the network of "
-                "this machine first, then at their switch and power"
+            return "host-lost", (
+                f"{len(silent)} of {hosts} hosts were lost at once ({name_hosts(silent)}); "
+                "check the network of this machine, then their switch and power"
             )
-        who = f" (ranks {ranges([one.rank for one in there])})" if len(there) > 1 else ""
-        return f"host {first.host} vanished: {first.message}{who}; power, kernel or network"
+        return "host-lost", f"{lost_host}: {first.message}; check its power, kernel and network"
     if hosts > 1 and all(one.lost == "closed" for one in exits):
-        return (
-            "all ranks were lost at once, without an exit record: a user or the batch system killed the whole job "
-            "(Slurm does so where an MPI rank dies, or where its PMIx fails: see the log of slurmd on the hosts)"
+        return "rank-lost", (
+            "all ranks were lost at once, without exit records: a user or the batch system killed the whole job "
+            "(Slurm does so if an MPI rank dies or its PMIx fails); see the log of slurmd on the hosts"
         )
     last_seconds = max(one.time for one in there) - first.time
     if len(there) > 1 and last_seconds < AT_ONCE_SECONDS and all(one.lost for one in there):
-        return f"every rank of {first.host} was lost at once, without an exit record; was the host shut down?"
-    return f"the process around it was killed, it left no exit record ({first.message})"
+        return "host-lost", f"{lost_host}: their connections closed at once; check whether it was shut down"
+    return "rank-lost", f"lost without an exit record: its rank agent was killed ({first.message})"
 
 
-def _other_ranks(first: RankExit, exits: Sequence[RankExit], message: str) -> str:
-    """Return a note on the other ranks that may be the cause, if the failure points at them."""
-    if NCCL_TIMEOUT in message.lower():
-        elsewhere = [one.rank for one in exits if one.stopped_by == "launcher"]
-        return f" (still there, and perhaps what they waited for: rank {ranges(elsewhere)})" if elsewhere else ""
-    if not first.consequence or first.stopped_by:
-        return ""
-    done = [one.rank for one in exits if not one.failed and not one.stopped_by and one.time <= first.time]
-    why = (
-        f"rank {ranges(done)} had ended with exit code 0"
-        if done
-        else "no rank is known to have failed before: the network?"
-    )
-    return f" (it lost the connection to another rank, and {why})"
+def _awaited_ranks(exits: Sequence[RankExit]) -> str:
+    """Return a note on the ranks that a timed-out collective waited for, if there are any."""
+    elsewhere = [one.rank for one in exits if one.stopped_by == "launcher"]
+    return f" (still running, so perhaps elsewhere in the script: rank {ranges(elsewhere)})" if elsewhere else ""
 
 
 def _lost_child(error: ErrorRecord) -> bool:
@@ -302,10 +303,12 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
         exits: Exits of all ranks.
         started: Unix time of the job's start.
     """
-    lines = [f"{failed_part(failure)} failed first: {failure.message}"]
+    by_itself = "" if failure.code == "host-lost" else f"{failed_part(failure)} failed first: "
+    lines = [by_itself + failure.message]
     if failure.rank is not None and (failure.signal or not failure.traceback):
         for name, log in (("output", Path(failure.log).with_suffix(".out")), ("error output", Path(failure.log))):
-            if last := _last_lines(tail(log)):
+            last = _last_lines(tail(log))
+            if last and not failure.message.endswith(f"; last line: {''.join(last)}"):
                 lines += [f"  its last {name}:", *("    " + line for line in last)]
     traceback = failure.traceback.splitlines()
     shown = traceback[-20:]
@@ -314,7 +317,7 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
     lines += ["  " + line for line in shown]
     for own in (one for one in exits if one.rank == failure.rank):
         seconds = max(0.0, failure.time - started)
-        how = "" if own.how in failure.message else f"{own.how}, "
+        how = "" if own.how in failure.message or failure.code == "host-lost" else f"{own.how}, "
         lines.append(f"  {how}local rank {own.local_rank}, {seconds:.1f} s after the start")
     groups: dict[str, list[int]] = {}
     for one in exits:

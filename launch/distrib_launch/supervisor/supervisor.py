@@ -16,6 +16,7 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import signals
 from distrib.utils.framing import new_token
+from distrib.utils.ranges import ranges
 from distrib_launch import engines, results, run_directory
 from distrib_launch.console import Console
 from distrib_launch.launch_options import GRACE_SECONDS
@@ -185,7 +186,7 @@ class Supervisor:
                     continue
                 self._on_engine_end(self._engine)
             elif not job.assigned and not job.stopping and now - start > SETTINGS.connect_seconds:
-                what = f"{job.missing} of {len(job.ranks)} ranks have not connected, and none has for {SETTINGS.connect_seconds:.0f} s"
+                what = f"no further rank connected for {SETTINGS.connect_seconds:.0f} s"
                 raise _start_failure(job, self._engine, what)
             self._check_limits(now, now - begun + self._spent_seconds)
             self._check_hosts()
@@ -217,14 +218,12 @@ class Supervisor:
 
     def _check_hosts(self) -> None:
         for host in self._liveness.take_lost_hosts():
-            why = (
-                f"nothing was received from it for {self._liveness.silence_seconds:g} s, and it did not answer a probe"
-            )
+            why = f"silent for {self._liveness.silence_seconds:g} s, and no reply to a probe"
             if not self.job.assigned and not self.job.stopping:
                 self.job.stopping = True
                 raise LaunchError(
-                    f"host {host} vanished while the job was starting: {why}",
-                    hint="see whether it is up; --drop-bad-hosts starts without it",
+                    f"host {host} was lost while the job was starting: {why}",
+                    hint="check that it is up, or start without it: --drop-bad-hosts",
                     code="host-lost",
                 )
             for state in self.job.ranks:
@@ -296,13 +295,13 @@ class Supervisor:
         if job.plan.mode != "async" and code >= 0 and not lost and causes:
             self._stop.begin(job.grace_seconds)  # the engine ended because of the failed rank
             return
-        what = _engine_end_text(job, code, lost)
         lost = lost if lost in job.hosts else ""
+        what = _engine_end_text(job, code, lost)
         code_of_error = "host-lost" if lost else "engine-ended"
         failure = self._outcome.failure_here(what, code=code_of_error, log=str(engine.log), host=lost)
         self._outcome.engine_failure = failure
         if job.plan.mode == "async":
-            job.warn(f"{failure.message}; mode async does not need it any more")
+            job.warn(f"{failure.message}; mode async continues without it")
         else:
             self._outcome.fail(failure)
             self._stop.begin(job.grace_seconds)
@@ -369,7 +368,10 @@ def _start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception
 
 def _engine_end_text(job: JobState, code: int, lost: str) -> str:
     """Return how the engine ended before its ranks; `lost` is the host whose daemon it lost, if any."""
+    engine = job.plan.engine
+    if lost:
+        numbers = [state.plan.rank for state in job.ranks if state.plan.host == lost]
+        with_ranks = f"with rank{'s' * (len(numbers) > 1)} {ranges(numbers)}"
+        return f"host {lost} was lost, {with_ranks}: {engine} lost its daemon there, or the ssh connection to it"
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    if lost in job.hosts:
-        how = f"lost its daemon on {lost}, or the ssh connection to it,"
-    return f"{job.plan.engine} {how} while its ranks were running"
+    return f"{engine} {how} while its ranks were running"

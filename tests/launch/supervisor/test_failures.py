@@ -54,8 +54,9 @@ def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
     script = tmp_path / "early.py"
     script.write_text(EXITS_EARLY)
     run = launch("-np", "2", script, timeout=150)
-    words = "(it lost the connection to another rank, and rank 0 had ended with exit code 0)"
-    assert run.code in (1, 134) and words in run.result["first_failure"]["message"], run
+    failure = run.result["first_failure"]
+    assert run.code in (1, 134) and failure["code"] == "connection-lost", run
+    assert "rank 0 had finished its script" in failure["message"]
 
 
 def test_a_rank_that_is_gone_at_the_end_is_not_waited_for(launch, tmp_path):
@@ -157,7 +158,7 @@ def test_a_rank_killed_for_want_of_memory_is_told_so(launch, tmp_path):
     assert run.code == 137, run
     failure = run.result["first_failure"]
     assert failure["rank"] == 1
-    assert "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup" in failure["message"]
+    assert "killed by SIGKILL: out of memory, its job or container reached its memory limit" in failure["message"]
     assert "out of memory" in run.err
 
 
@@ -175,11 +176,11 @@ def test_the_end_of_the_memory_of_a_host_is_told_from_that_of_a_limit(tmp_path, 
     monkeypatch.setattr(oom, "OWN", tmp_path / "own")
     count(3, 5)
     counted = oom.OutOfMemory()
-    assert counted.why_killed() == "" or "it seems" in counted.why_killed()  # of another process on this machine
+    assert counted.why_killed() == "" or "probably" in counted.why_killed()  # of another process on this machine
     count(3, 6)
-    assert "as no limit of its cgroup was met" in counted.why_killed()
+    assert "had none left" in counted.why_killed()
     count(4, 6)
-    assert "over the memory limit of its cgroup" in counted.why_killed()
+    assert "reached its memory limit" in counted.why_killed()
 
 
 def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
@@ -301,9 +302,7 @@ def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
     ]
     assert root_cause.first_failure([first, *stopped]) is first
     told = root_cause.describe_failure(first, [first, *stopped], log, "/py")
-    assert told.message.startswith("KeyError: 1") and told.message.endswith(
-        "known to have failed before: the network?)"
-    )
+    assert told.message.startswith("KeyError: 1") and "no rank failed before" in told.message
     said = root_cause.failure_report(told, [first, *stopped], started=0.0)
     assert "rank 1: failed too" in said and "ranks 2-3: were stopped" in said
 
@@ -378,7 +377,9 @@ def test_of_a_time_out_those_are_told_who_were_not_there(tmp_path):
     first, other = (ending(rank, exit_code=None, signal=6, consequence=True) for rank in (0, 1))
     endings = [first, other, ending(2, exit_code=None, signal=15, stopped_by="launcher")]
     failure = root_cause.describe_failure(first, endings, log, "/py")
-    assert failure.message.endswith("or the network failed) (still there, and perhaps what they waited for: rank 2)")
+    assert failure.message.endswith(
+        "or the network failed) (still running, so perhaps elsewhere in the script: rank 2)"
+    )
     assert "rank 1: timed out, too" in root_cause.failure_report(failure, endings, started=0)
 
 
@@ -482,10 +483,10 @@ def test_ranks_that_call_different_collectives_are_told_so(launch, tmp_path):
 def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
     vanished = [ending(rank, host=f"n{rank}", lost="silence", exit_code=None) for rank in (2, 3)]
     told = root_cause.describe_failure(vanished[0], [ending(1, host="n1"), *vanished], tmp_path / "2.err", "/py")
-    assert told.message.startswith("2 of 3 hosts vanished at once (n2, n3): look at the network of this machine first")
+    assert told.message.startswith("2 of 3 hosts were lost at once (n2, n3)")
     others = [ending(1, host="n1"), ending(4, host="n4")]
     told = root_cause.describe_failure(vanished[0], [*others, vanished[0]], tmp_path / "2.err", "/py")
-    assert told.message.startswith("host n2 vanished")
+    assert told.message.startswith("host n2 was lost")
 
 
 @pytest.mark.parametrize(
@@ -510,12 +511,12 @@ def test_of_ranks_that_were_lost_at_once_the_one_that_made_a_fault_is_first(tmp_
     lost = [ending(rank, host=f"n{rank // 2}", lost="closed", exit_code=None, time=rank / 10) for rank in range(4)]
     assert root_cause.first_failure(lost) is lost[0]
     told = root_cause.describe_failure(lost[0], lost, tmp_path / "0.err", "/py").message
-    assert told.startswith("all ranks were lost at once, without an exit record")
+    assert told.startswith("all ranks were lost at once")
     told = root_cause.describe_failure(lost[0], [*lost[:2], ending(2, host="n1")], tmp_path / "0.err", "/py").message
-    assert told.startswith("every rank of n0 was lost at once")
+    assert told.startswith("host n0 was lost, with ranks 0-1: their connections closed at once")
     later = [lost[0], ending(1, host="n0", lost="closed", exit_code=None, time=lost[0].time + 1), ending(2, host="n1")]
     told = root_cause.describe_failure(lost[0], later, tmp_path / "0.err", "/py").message
-    assert told.startswith("the process around it was killed")  # Open MPI killed the other one
+    assert told.startswith("lost without an exit record")  # Open MPI killed the other one
     faulty = [*lost[:3], ending(3, host="n1", lost="closed", exit_code=None, signal=11)]
     first = root_cause.first_failure(faulty)
     assert first is faulty[3] and first.code == 139

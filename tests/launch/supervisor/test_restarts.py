@@ -172,7 +172,7 @@ def test_which_failures_are_the_same_mistake_again():
     assert not alike(_ended("boom", stepped=True), _ended("boom"))
     assert not alike(_ended("boom", seconds=90000.0), _ended("boom"))
     gone = {"exit_code": None}
-    assert not alike(_ended("host n2 vanished", failure=gone), _ended("host n2 vanished", failure=gone))
+    assert not alike(_ended("host n2 was lost", failure=gone), _ended("host n2 was lost", failure=gone))
     killed = {"exit_code": 137, "signal": 9}
     assert not alike(_ended("killed", failure=killed), _ended("killed", failure=killed))
 
@@ -374,7 +374,7 @@ def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, 
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "start 2 of 2 ranks from epoch 4" in out
-    assert "last.pt is this host's: it is the newest" in err
+    assert "last.pt: the newest copy" in err
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert [attempt["hosts"] for attempt in result["attempts"]] == [["n2", "n3", "n4"], ["n3", "n4"]]
     assert result["hosts"] == ["n2", "n3"]

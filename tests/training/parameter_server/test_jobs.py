@@ -104,7 +104,7 @@ def test_what_scripts_do_with_their_own_hands(launch):
         found[mode] = {
             name: float(loss) for name, loss in re.findall(r"^\[0@localhost\] (.+) ([0-9.]+)$", run.out, re.MULTILINE)
         }
-        assert run.err.count("the script has changed") == (2 if mode == "async" else 0), run.err
+        assert run.err.count("the script changed") == (2 if mode == "async" else 0), run.err
     assert found["async"]["norm"] == pytest.approx(found["sync"]["norm"], rel=1e-5)
     assert found["async"]["functional"] == pytest.approx(
         found["sync"]["functional"], rel=0.01
