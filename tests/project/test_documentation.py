@@ -70,6 +70,11 @@ def test_every_page_is_in_the_navigation():
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page != ROOT / "README.md"}
 
 
+def test_lines_of_the_changelog_have_at_most_15_words():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("- ") and len(line.split()) > 16] == []
+
+
 def test_the_reference_lists_every_finding():
     sources = (ROOT / "distrib" / "probe" / "diagnosis").glob("*.py")
     kinds = {
