@@ -53,7 +53,7 @@ def write_report(plan: LaunchPlan, result: Result, run_dir: Path, started: float
         *_metrics(run_dir / "metrics.jsonl"),
         *_ranks(result),
         "<h2>Command</h2>",
-        f"<pre>{escape(shlex.join(plan.script))}</pre>",
+        f"<pre>{escape(shlex.join(plan.rank_command))}</pre>",
         *(f'<p class="grey">{escape(note)}</p>' for note in plan.notes),
     ]
     title = escape(f"{Path(_script(plan)).name}: {result.status}")

@@ -38,6 +38,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Path of a Python file, or the name of a module (`module`)."""
     arguments: tuple[str, ...] = ()
     module: bool = False
+    program: bool = False
+    """True if the script is a program that Python does not run."""
     interpreter: str = sys.executable
     directory: str = msgspec.field(default_factory=lambda: str(files.working_directory()))
     run_dir: str = ""

@@ -68,6 +68,14 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     warn_below: float = 0.8
     """Scaling efficiency below which a warning is given."""
 
+    program: bool = False
+    """True if `script` is a program, which runs without the interpreter before it."""
+
+    @property
+    def rank_command(self) -> tuple[str, ...]:
+        """Command of a worker on this machine."""
+        return self.script[1:] if self.program else self.script
+
     @property
     def started(self) -> tuple[RankPlan, ...]:
         """Ranks in the order in which engines number their processes: host by host."""

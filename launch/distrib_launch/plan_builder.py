@@ -79,6 +79,7 @@ def build_plan(
         engine=options.engine,
         command=(),
         script=(options.interpreter, *(["-m"] if options.module else []), options.script, *options.arguments),
+        program=options.program,
         directory=options.directory,
         run_dir=options.run_dir,
         mode=strategy.mode,

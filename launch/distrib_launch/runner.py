@@ -7,6 +7,7 @@ import difflib
 import errno
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -131,7 +132,7 @@ def plan_launch(
         kubernetes.refuse_pod_options(options.pods)
         if not options.module:
             refuse_hostfile(options.script, options.hosts)
-            _check_script(options.script, is_local=options.hosts is None)
+            _check_script(options.script, is_local=options.hosts is None, is_program=options.program)
     if options.interface:
         interface_selection.parse_interface(options.interface)  # refused before anything is planned
     hosts = read_hosts(options.hosts)
@@ -179,7 +180,9 @@ def _resolve(
     run_dir = run_directory.choose_run_dir(options.run_dir or None, options.script)
     return msgspec.structs.replace(
         options,
-        script=options.script if options.module else str(files.absolute_path(options.script)),
+        script=options.script
+        if options.module
+        else str(files.absolute_path(_program_path(options.script) if options.program else options.script)),
         directory=str(files.working_directory()),
         run_dir=str(run_dir),
         ranks=1 if options.profile else options.ranks,
@@ -228,9 +231,14 @@ def refuse_hostfile(script: str, hosts: str | None) -> None:
         raise ConfigError(f"{script} is not a script", hint=f"hosts are named with -H {script}", code="script-missing")
 
 
-def _check_script(given: str, *, is_local: bool) -> None:
+def _program_path(given: str) -> str:
+    """Return the path of a program, found on PATH if it is given without a folder."""
+    return given if "/" in given else shutil.which(given) or given
+
+
+def _check_script(given: str, *, is_local: bool, is_program: bool) -> None:
     """Raise ConfigError if it is not a Python script, or if a job on this machine only may not read it."""
-    script = Path(given)
+    script = Path(_program_path(given) if is_program else given)
     is_interpreter = script.name.startswith("python") and script.suffix != ".py"
     if not files.is_file(script):
         near = difflib.get_close_matches(script.name, [path.name for path in script.parent.glob("*.py")], n=1)
@@ -248,11 +256,19 @@ def _check_script(given: str, *, is_local: bool) -> None:
         raise ConfigError(
             f"{script}: cannot read it: no permission", hint=f"chmod a+r {script}", code="file-unreadable"
         )
+    if is_program:
+        if not os.access(script, os.X_OK):
+            raise ConfigError(
+                f"{script}: cannot run it: no permission", hint=f"chmod +x {script}", code="file-unreadable"
+            )
+        return
     with contextlib.suppress(OSError), script.open("rb") as file:  # the preflight checks whether the hosts can read it
         if file.read(4) == b"\x7fELF":
             raise ConfigError(
                 f"{script}: it is a program, and distrib-launch starts Python scripts",
-                hint=NO_INTERPRETER_HINT if is_interpreter else "name the Python script that it starts",
+                hint=NO_INTERPRETER_HINT
+                if is_interpreter
+                else "name the Python script that it starts, or add --no-python",
                 code="script-not-python",
             )
 

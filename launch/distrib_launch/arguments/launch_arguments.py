@@ -56,7 +56,8 @@ def parser() -> Parser:
     _add_pod_options(p.add_argument_group("with --engine kubernetes"))
     _add_output_options(p.add_argument_group("what to show and keep"))
     p.add_argument("script", nargs=argparse.PARSER, action=_ScriptAndArguments, metavar="SCRIPT",
-                   help="run this Python script on every rank; its arguments are passed on untouched")  # fmt: skip
+                   help="run this Python script on every rank; {rank}, {local_rank}, {world_size}, {master_addr} and "
+                   "{master_port} are replaced in its arguments ({{rank}} is not)")  # fmt: skip
     return p
 
 
@@ -81,6 +82,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--bind", choices=BINDINGS, default="auto", help="bind ranks to cores near their GPU or to their share of the "
                        "host's (auto, core), to whole NUMA nodes (numa), or not (default: auto)")  # fmt: skip
     group.add_argument("-m", "--module", action="store_true", help="run SCRIPT as a module, as python -m does")
+    group.add_argument("--no-python", action="store_true", help="run SCRIPT as a program, such as a shell script")
     group.add_argument("--sync", metavar="DIR", help=CommonHelp("copy this folder to all hosts first, such as ."))
     group.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]",
                        help=CommonHelp("set or forward a variable, such as NCCL_DEBUG=INFO"))  # fmt: skip
@@ -163,6 +165,7 @@ def launch_options(options: argparse.Namespace) -> LaunchOptions:
         script=options.script,
         arguments=tuple(options.arguments),
         module=options.module,
+        program=options.no_python,
         run_dir=options.run_dir or "",
         hosts=options.hosts,
         topology=options.topology,

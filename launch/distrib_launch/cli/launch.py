@@ -98,7 +98,7 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
         print(f"note: {note}")
     if plan.forecast and plan.forecast.warning:
         print(f"warning: {plan.forecast.warning}")
-    print(f"each rank runs: {shlex.join(plan.script)}")
+    print(f"each rank runs: {shlex.join(plan.rank_command)}")
     print(f"in: {plan.directory}")
     print(f"run directory: {plan.run_dir}")
     if len(plan.hosts) > 1:

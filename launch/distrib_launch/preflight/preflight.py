@@ -450,4 +450,7 @@ def question_of(plan: LaunchPlan) -> InventoryQuery:
         plan: Plan of the job.
     """
     script = plan.script[1]
-    return InventoryQuery(script=None if script == "-m" else script, directory=plan.directory, run_dir=plan.run_dir)
+    # A program may be another build on each host.
+    return InventoryQuery(
+        script=None if script == "-m" or plan.program else script, directory=plan.directory, run_dir=plan.run_dir
+    )

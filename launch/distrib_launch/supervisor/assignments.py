@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from distrib.errors import LaunchError
@@ -11,6 +12,31 @@ from distrib_launch.engines.srun import MORE_CPUS_HINT, few_cpus_reason
 from distrib_launch.preflight.check_result import fold_by_host
 from distrib_launch.rank_agent.control_channel import PAYLOAD_LIMIT_BYTES, Assignment, Kind
 from distrib_launch.supervisor.rank_state import JobState, RankState
+
+PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+
+
+def fill_placeholders(word: str, values: Mapping[str, object]) -> str:
+    """Replace `{rank}` and other placeholders in an argument of a script. `{{rank}}` becomes `{rank}`.
+
+    Args:
+        word: The argument. Braces around anything else stay as they are.
+        values: Value of each placeholder by its name.
+
+    Returns:
+        The argument for one rank.
+
+    Example:
+        >>> fill_placeholders("log-{rank}.txt", {"rank": 3})
+        'log-3.txt'
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        if match[1] in values:
+            return f"{{{match[1]}}}"
+        return str(values[match[2]]) if match[2] in values else match[0]
+
+    return PLACEHOLDER.sub(fill, word)
 
 
 def send_assignments(
@@ -82,19 +108,26 @@ def _assignments(
     for state in ranks:
         host, is_worker = hosts[state.plan.host], state.is_worker
         several = len(plan.hosts) > 1
+        main = free_port(ranks[0])
         environment = rank_environment.complete(
             state.plan.environment,
-            main=free_port(ranks[0]),
+            main=main,
             servers=servers,
             address=address(state) if several else None,
             # Without a preflight the interface that reaches the launcher is used.
             interface=state.hello.get("interface") if several and not host.interface else None,
         )
+        is_program = plan.program and is_worker
+        values = {
+            "rank": state.plan.rank, "local_rank": state.plan.local_rank, "world_size": plan.world_size,
+            "master_addr": main[0], "master_port": main[1],
+        }  # fmt: skip
+        command = [fill_placeholders(word, values) for word in plan.script_on(host, state.plan.role)]
         yield (
             state,
             Assignment(
-                command=list(plan.script_on(host, state.plan.role)),
-                is_python=True,
+                command=command[1:] if is_program else command,
+                is_python=not is_program,
                 directory=plan.directory,
                 environment=environment,
                 device=state.plan.device,
