@@ -88,5 +88,5 @@ def test_gpus_per_host_are_zero_unless_equal_on_all_hosts() -> None:
 
 def test_components_of_a_heterogeneous_job_without_common_step_are_refused() -> None:
     components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
-    with pytest.raises(HostfileError, match="heterogeneous job of 2 components"):
+    with pytest.raises(HostfileError, match="2 components"):
         slurm_hosts({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", **components})

@@ -133,7 +133,7 @@ def test_more_ranks_than_slots_fill_hosts_up_to_max_slots(tmp_path, launch):
     assert count("-np", "7") == ["a"] * 4 + ["b"] + ["c"] * 2
     assert count("-np", "13") == ["a"] * 4 + ["b"] + ["c"] * 8
     run = launch("-H", tmp_path / "lab.txt", "-np", "14", "--dry-run", JOB)
-    assert run.code == 2 and "has 4 slot(s) on 3 host(s), 13 with max_slots;" in run.err, run
+    assert run.code == 2 and "4 slot(s) on 3 host(s), 13 with max_slots" in run.err, run
 
 
 @pytest.mark.parametrize(

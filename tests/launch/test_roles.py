@@ -63,9 +63,9 @@ def test_servers_run_on_hosts_that_were_chosen(tmp_path):
     assert servers(planned(tmp_path, "--exclude", "n3", "-np", "2", "--servers", "1", hosts="n1:2,n2:2,n3:2")) == ["n2"]
     without = options(tmp_path, "--drop-bad-hosts", hosts=apart)
     assert servers(runner.plan_launch(without, dropped=["n3"])) == ["n4"]
-    with pytest.raises(ConfigError, match="n9, which is not among the hosts"):
+    with pytest.raises(ConfigError, match="n9, "):
         planned(tmp_path, "--exclude", "n9", hosts=apart)
-    with pytest.raises(ConfigError, match="--exclude names slots of n3, which has role=server"):
+    with pytest.raises(ConfigError, match=r"--exclude .* n3, .*role=server"):
         planned(tmp_path, "--exclude", "n3:0", hosts=apart)
 
 

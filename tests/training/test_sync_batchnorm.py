@@ -17,5 +17,5 @@ class Activated(nn.BatchNorm2d):
 def test_a_batchnorm_subclass_with_more_operations_is_refused():
     plain = convert_batchnorm(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2)))
     assert [type(layer).__name__ for layer in plain] == ["SyncBatchNorm"] * 2
-    with pytest.raises(TrainingError, match=r"sync_batchnorm: body\.0 is a Activated, which does more than normalize"):
+    with pytest.raises(TrainingError, match=r"sync_batchnorm: body\.0 is a Activated"):
         convert_batchnorm(nn.ModuleDict({"body": nn.Sequential(Activated(2))}))

