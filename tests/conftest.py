@@ -157,7 +157,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "DISTRIB_STRATEGY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DISTRIB_DEVICE", "cpu")
-    monkeypatch.setattr("distrib.training.job._job", None)
+    monkeypatch.setattr("distrib.training.job.current_job", None)
     with distrib.init() as alone:
         yield alone
 

@@ -133,7 +133,7 @@ def catalog_workload(name: str, gpu: str, batch: int | None = None, *, precision
         raise ConfigError(f"batch of {samples} samples, expected 1 or more", hint="raise --batch")
     chosen: Precision = precision or ("amp" if "fp16" in spec.tflops and not spec.name.startswith("P100") else "fp32")
     arithmetic = _network(key)
-    rate_of_gpu = _compute_rate(key, spec.name, chosen)
+    rate_of_gpu = estimate_compute_rate(key, spec.name, chosen)
     optimizer = OPTIMIZERS[entry.optimizer]
     # Such passes reach three quarters of the memory bandwidth (BabelStream: 0.7 to 0.9).
     stream_bytes_per_second = spec.memory_bandwidth_bytes_per_second.value * 0.75
@@ -361,8 +361,17 @@ def _gradients(arithmetic: NetworkArithmetic, backward_seconds: float) -> tuple[
     return tuple(found)
 
 
-def _compute_rate(key: str, gpu: str, precision: Precision, excluded: PublishedSpeed | None = None) -> ComputeRate:
-    """Estimate the rate of a GPU; `excluded` is left out, for validation."""
+def estimate_compute_rate(
+    key: str, gpu: str, precision: Precision, excluded: PublishedSpeed | None = None
+) -> ComputeRate:
+    """Estimate the rate at which a GPU trains a network.
+
+    Args:
+        key: Name of the network in the catalogue.
+        gpu: Name of the GPU.
+        precision: `fp32` or `amp`.
+        excluded: Published speed to leave out, for validation.
+    """
     file = _file()
     titles = file.sources
     looked = key
@@ -414,11 +423,16 @@ def _strength(gpu: str, precision: Precision) -> float:
     bandwidth = (
         units.parse_rate(other.memory_bandwidth) if other else _spec(gpu).memory_bandwidth_bytes_per_second.value
     )
-    return math.sqrt(_peak(gpu, precision) * bandwidth)
+    return math.sqrt(peak_flop_per_second(gpu, precision) * bandwidth)
 
 
-def _peak(gpu: str, precision: Precision) -> float:
-    """Return the operations per second of the data sheet."""
+def peak_flop_per_second(gpu: str, precision: Precision) -> float:
+    """Return the operations per second of the data sheet.
+
+    Args:
+        gpu: Name of the GPU.
+        precision: `fp32` or `amp`.
+    """
     other = _file().others.get(gpu)
     if other:
         return other.amp * 1e12

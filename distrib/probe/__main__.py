@@ -38,7 +38,7 @@ from distrib.utils.mpi_env import OMPI_RANK
 def main() -> int:
     """Run a rank until the probe ends. Returns the exit code."""
     spec = msgspec.json.decode(sys.argv[1], type=ProbeSpec)
-    mpi = _init_mpi()
+    mpi = init_mpi()
     comm = mpi.COMM_WORLD
     if comm.size != (planned := int(os.environ["WORLD_SIZE"])):
         return _report_wrong_size(comm.size, planned)
@@ -58,7 +58,7 @@ def main() -> int:
         _wait_for_rank_0(comm, MessageTag.SETUP)
         worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=MessageTag.SETUP), type=RankSetup)
         skip_finalize = _serve_tasks(comm, worker)
-    _exit(mpi, skip_finalize)
+    exit_process(mpi, skip_finalize)
     return 0
 
 
@@ -89,7 +89,7 @@ def _report_wrong_size(started: int, planned: int) -> int:
     return 1
 
 
-def _init_mpi() -> Any:
+def init_mpi() -> Any:
     """Initialize MPI. Returns the module. A failed rank must not finalize MPI, as it would wait for the other ranks."""
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
@@ -136,8 +136,13 @@ def _print_record(record: Record) -> None:
     print(encode_record(record), flush=True)
 
 
-def _exit(mpi: Any, skip_finalize: bool) -> None:
-    """Exit without MPI_Finalize if torch was used: MPI and Gloo would wait for messages of failed exchanges."""
+def exit_process(mpi: Any, skip_finalize: bool) -> None:
+    """Exit without MPI_Finalize if torch was used: MPI and Gloo would wait for messages of failed exchanges.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        skip_finalize: True after a failed exchange.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if skip_finalize or "torch" in sys.modules:

@@ -62,7 +62,7 @@ class GradientAccumulator:
         """Numbers of the models whose accumulated gradients were added to `.grad` in this group."""
         self.models: Mapping[torch.Tensor, int] = {}
         """Number of the model of each parameter: the gradients of a model are averaged together."""
-        self._hooks: dict[torch.Tensor, list[RemovableHandle | _InFlight]] = {}
+        self.hooks: dict[torch.Tensor, list[RemovableHandle | _InFlight]] = {}
         self._accumulates = False
         self._ended = False
 
@@ -112,12 +112,12 @@ class GradientAccumulator:
         parameters = set(optimizer_parameters(self._optimizer)) if wanted else set()
         accumulates = self.batches > 1
         taken = self._samples.weighted_by
-        for parameter in [p for p in self._hooks if accumulates != self._accumulates or p not in parameters]:
+        for parameter in [p for p in self.hooks if accumulates != self._accumulates or p not in parameters]:
             del taken[parameter]
-            for handle in self._hooks.pop(parameter):
+            for handle in self.hooks.pop(parameter):
                 handle.remove()
         self._accumulates = accumulates
-        for parameter in parameters - self._hooks.keys():
+        for parameter in parameters - self.hooks.keys():
             # A frozen parameter may be unfrozen within the batch, as in a GAN: it is hooked, too.
             if not parameter.requires_grad and (accumulates or not _can_have_gradient(parameter)):
                 continue
@@ -131,9 +131,9 @@ class GradientAccumulator:
                         code="parameter-in-two-optimizers",
                     )
                 continue
-            self._hooks[parameter] = [_InFlight(parameter, self._make_hook(parameter))]
+            self.hooks[parameter] = [_InFlight(parameter, self._make_hook(parameter))]
             if accumulates:
-                self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
+                self.hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
 
     @property
     def _all(self) -> float:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_job: Job | None = None
+current_job: Job | None = None
 
 
 def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK_EVERY_STEPS) -> Job:
@@ -58,8 +58,8 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
                 loss(model(inputs), targets).backward()
                 optimizer.step()
     """
-    global _job
-    if _job is None:
+    global current_job
+    if current_job is None:
         settings = strategy_from_environment(os.environ)
         # Ranks of mode async may leave and join. MPI and torch's process groups do not support it, so the servers connect them.
         elastic = settings.mode == "async"
@@ -77,10 +77,10 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
         strategy = create_strategy(settings, world, device)
         if world.size > 1:
             compat.make_fork_safe()
-        _job = Job(strategy, divergence_check_steps)
-    elif _job.closed:
+        current_job = Job(strategy, divergence_check_steps)
+    elif current_job.closed:
         raise TrainingError("the job is closed", hint="call distrib.init() once in a process", code="job-closed")
-    return _job
+    return current_job
 
 
 class Job:

@@ -301,7 +301,7 @@ class Profiler:
             memory_bytes=self._memory_bytes(),
             processor_share=min(1.0, used),
             processors=torch.get_num_threads(),
-            variation=_variation([total - wait for total, wait in zip(totals, waits, strict=True)]),
+            variation=quartile_variation([total - wait for total, wait in zip(totals, waits, strict=True)]),
             software={"distrib": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
@@ -339,8 +339,12 @@ def _processor_seconds_of_children() -> float:
     return total
 
 
-def _variation(seconds: Sequence[float]) -> float:
-    """Compute the coefficient of variation from the quartiles, assuming normal errors. A single outlier does not count."""
+def quartile_variation(seconds: Sequence[float]) -> float:
+    """Compute the coefficient of variation from the quartiles, assuming normal errors. A single outlier does not count.
+
+    Args:
+        seconds: Two measurements or more.
+    """
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return min(MAX_VALUES["variation"], (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
 

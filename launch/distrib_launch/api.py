@@ -64,7 +64,7 @@ def run(
         print(result.return_values[0])
     """
     files.working_directory()  # raises ConfigError if the folder was deleted
-    named = {"hosts": _hosts(hosts), "np": np, **options}
+    named = {"hosts": hosts_argument(hosts), "np": np, **options}
     words = option_words(launch_arguments.parser(), named, "distrib_launch.run", excluded=NOT_HERE)
     if callable(target):
         name = getattr(target, "__name__", type(target).__name__)
@@ -90,7 +90,12 @@ def run(
     return RunResult(**fields, run_dir=str(run_dir), return_values=values)
 
 
-def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | None) -> str | None:
+def hosts_argument(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | None) -> str | None:
+    """Return hosts in the form of `-H`.
+
+    Args:
+        hosts: Hostfile, host list, names, or slots by name; None: those of the default.
+    """
     if hosts is None:
         return None
     if isinstance(hosts, Mapping):

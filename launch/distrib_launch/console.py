@@ -162,7 +162,7 @@ class Console:
         streams: tuple[TextIO, TextIO] | None = None,
         settings: ConsoleSettings = SETTINGS,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._hosts = hosts
         self._quiet, self._status_lines = quiet, status_lines
         self._show_rank = show_rank
@@ -269,7 +269,7 @@ class Console:
         left = self._queued_bytes + 1
         while self._thread.is_alive() and self._queued_bytes < left:
             left = self._queued_bytes
-            self._thread.join(timeout=self._settings.close_seconds)
+            self._thread.join(timeout=self.settings.close_seconds)
 
     def _show(self, rank: int, descriptor: int, whole: bytes) -> None:
         if UP in whole:
@@ -299,7 +299,7 @@ class Console:
 
     def _show_bar(self) -> None:
         """Show the progress bar of the lowest rank that draws one, if the interval is over and it has changed."""
-        pause_seconds = self._settings.bar_seconds * (1 if self._streams or os.isatty(2) else 10)
+        pause_seconds = self.settings.bar_seconds * (1 if self._streams or os.isatty(2) else 10)
         if time.monotonic() - self._bar_at <= pause_seconds:
             return
         self._bar_at = time.monotonic()
@@ -314,7 +314,7 @@ class Console:
         if len(ranks) > 1:
             tag, color = f"[{ranges(ranks)}] ", 1
         else:
-            key, colors = (ranks[0], descriptor), self._settings.colors
+            key, colors = (ranks[0], descriptor), self.settings.colors
             if key in self._tags:
                 return self._tags[key]
             tag, color = f"[{ranks[0]}@{self._hosts[ranks[0]]}] ", colors[ranks[0] % len(colors)]
@@ -325,7 +325,7 @@ class Console:
 
     def _put(self, descriptor: int, data: bytes, *, own: bool = False) -> None:
         with self._changed:
-            if self._queued_bytes + len(data) > self._settings.backlog_bytes and not own:
+            if self._queued_bytes + len(data) > self.settings.backlog_bytes and not own:
                 self._dropped_lines += data.count(b"\n")
                 return
             self._note_dropped()

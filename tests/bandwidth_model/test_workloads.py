@@ -72,7 +72,7 @@ def test_no_published_speed_is_more_than_the_gpu_can_do():
         operations = 3 * 2 * network_arithmetic(speed.network).forward_products * speed.samples_per_second
         if speed.network == "VGG-16":  # Winograd's 3 x 3 convolutions need 2.25 times fewer multiplications
             operations /= 2.25
-        assert operations < 0.85 * workload_catalog._peak(speed.gpu, speed.precision), speed
+        assert operations < 0.85 * workload_catalog.peak_flop_per_second(speed.gpu, speed.precision), speed
 
 
 def test_a_published_speed_is_what_comes_out():
@@ -88,7 +88,7 @@ def test_a_published_speed_is_what_comes_out():
 def test_errors_to_expect_are_those_of_leaving_each_published_speed_out():
     errors: dict[float, list[float]] = {}
     for speed in workload_catalog.published_speeds():
-        pace = workload_catalog._compute_rate(speed.network, speed.gpu, speed.precision, excluded=speed)
+        pace = workload_catalog.estimate_compute_rate(speed.network, speed.gpu, speed.precision, excluded=speed)
         real = speed.samples_per_second * network_arithmetic(speed.network).training_flop
         errors.setdefault(pace.expected_error, []).append(abs(pace.flop_per_second / real - 1))
     assert set(errors) == {0.2, 0.5}

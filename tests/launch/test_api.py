@@ -59,10 +59,10 @@ def test_hosts_may_be_a_dict_of_slots():
 
 
 def test_hosts_of_a_dict_may_be_addresses():
-    assert read_hosts(api._hosts({"fd00::1": 2, "[fd00::2]": 3, "n1": 4})).hosts == (
+    assert read_hosts(api.hosts_argument({"fd00::1": 2, "[fd00::2]": 3, "n1": 4})).hosts == (
         read_hosts("[fd00::1]:2,[fd00::2]:3,n1:4").hosts
     )
-    assert [host.slots for host in read_hosts(api._hosts({"fd00::1": 2})).hosts] == [2]
+    assert [host.slots for host in read_hosts(api.hosts_argument({"fd00::1": 2})).hosts] == [2]
 
 
 def test_a_script_runs_as_from_the_command(tmp_path):

@@ -135,7 +135,7 @@ def test_how_far_a_progress_bar_is_is_shown_now_and_then():
         terminal.rank_output(0, 2, drawn)
         time.sleep(0.01)
         terminal.tick()
-    terminal._settings = console.SETTINGS
+    terminal.settings = console.SETTINGS
     terminal.rank_output(0, 2, b"\r100%\n")
     terminal.close()
     assert streams[1].getvalue().splitlines() == ["[0@n1]  10%", "[0@n1]  20%", "[0@n1] 100%"]

@@ -18,7 +18,7 @@ def test_script_input_goes_to_the_chosen_ranks(tmp_path):
     for wanted, ranks in (((0,), [0]), (None, [0, 1, 2, 3])):
         supervisor = Supervisor(plan, Console([]), script_input=b"words", input_ranks=wanted)
         sent = []
-        supervisor._connections.send = lambda state, kind, payload, sent=sent: sent.append((state.plan.rank, kind))
+        supervisor.connections.send = lambda state, kind, payload, sent=sent: sent.append((state.plan.rank, kind))
         for state in supervisor.job.ranks:
             state.hello = {"port": 1}
         supervisor.assign()

@@ -315,7 +315,7 @@ def test_a_rank_without_room_keeps_nobody_waiting(monkeypatch):
         with monkeypatch.context() as there, pytest.raises(RuntimeError, match="n2, rank 1: CUDA"):
             if rank == 1:
                 there.setattr(allreduce.torch, "zeros", full)
-            ranks._allocate(1024)
+            ranks.allocate_data(1024)
 
 
 def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):

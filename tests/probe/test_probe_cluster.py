@@ -169,7 +169,7 @@ def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_clu
 
 def test_a_further_network_that_passes_nothing_costs_seconds_and_is_told_of(make_cluster, probe):
     cluster = make_cluster(4, rate="400mbit", second_rates={f"n{n}": "400mbit" for n in range(1, 5)})
-    subprocess.run(["ip", "-n", cluster._net, "link", "set", "second", "down"], check=True)
+    subprocess.run(["ip", "-n", cluster.switch_namespace, "link", "set", "second", "down"], check=True)
     done = probe(cluster, "--quick", "--json")
     assert done.returncode == 0, done
     output = json.loads(done.stdout)

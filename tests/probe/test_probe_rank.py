@@ -36,8 +36,8 @@ def run_rank(monkeypatch):
     def run(comm):
         spec = msgspec.json.encode(ProbeSpec(hosts=("n1", "n2"), present=("n1", "n2"))).decode()
         monkeypatch.setattr(rank_of_probe.sys, "argv", ["probe", spec])
-        monkeypatch.setattr(rank_of_probe, "_init_mpi", lambda: SimpleNamespace(COMM_WORLD=comm))
-        monkeypatch.setattr(rank_of_probe, "_exit", lambda mpi, skip_finalize: None)  # would end the process
+        monkeypatch.setattr(rank_of_probe, "init_mpi", lambda: SimpleNamespace(COMM_WORLD=comm))
+        monkeypatch.setattr(rank_of_probe, "exit_process", lambda mpi, skip_finalize: None)  # would end the process
         for name, value in {"WORLD_SIZE": 3, "GROUP_RANK": 1, "LOCAL_RANK": 1}.items():
             monkeypatch.setenv(name, str(value))
         return rank_of_probe.main()

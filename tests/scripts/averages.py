@@ -114,7 +114,7 @@ def exact(job: distrib.Job, hosts: list[str] | None) -> None:
         assert difference <= 1e-6, (hosts, strategy, difference)
         if not on_gpu():  # on GPUs DDP does the averaging
             job.print(
-                f"{difference:.1e} {averaging._all_reduce.local_size > 1} {averaging._all_reduce.hosts} hosts, {len(averaging._bounds)} pieces"
+                f"{difference:.1e} {averaging.reduction.local_size > 1} {averaging.reduction.hosts} hosts, {len(averaging.bounds)} pieces"
             )
 
 
@@ -163,7 +163,7 @@ def halves(job: distrib.Job, hosts: list[str] | None) -> None:
                 largest = job.all_reduce(float(a.grad.abs().max()), "max") * job.world_size
                 roundings = 4 if on_gpu() else 2  # NCCL adds in 16 bits
                 torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=roundings * rounding * largest + 2**-24)
-        assert on_gpu() or averaging._bounds or averaging._all_reduce.hosts == 1
+        assert on_gpu() or averaging.bounds or averaging.reduction.hosts == 1
 
 
 def numbers(job: distrib.Job, hosts: list[str] | None) -> None:

@@ -86,12 +86,12 @@ class Cluster:
         lost = self.servers[number]
 
         def end() -> None:
-            for peer in list(lost._peers):
+            for peer in list(lost.peers):
                 lost.close_peer(peer)
-            for link in lost._links.values():
+            for link in lost.replica_links.values():
                 link.close()
-            lost.loop.unwatch(lost._listener)
-            lost._listener.close()
+            lost.loop.unwatch(lost.listener)
+            lost.listener.close()
             lost.loop.ended = True
 
         if self.threads[number].is_alive():
@@ -196,7 +196,7 @@ def cut_off(backend: ParameterServerStrategy, servers: Sequence[int] = (0, 1)) -
     def cut() -> None:
         client.addresses = [("127.0.0.1", 9) if n in servers else at for n, at in enumerate(client.addresses)]
         for server in servers:
-            client._links[server].disconnect()
+            client.links[server].disconnect()
 
     client.loop.call_soon(cut)
 
@@ -231,7 +231,7 @@ def suspend(backend: ParameterServerStrategy, cluster: Cluster) -> None:
 
     def away() -> None:
         backend.client.must_rejoin = True
-        backend.client._links[0].send(Frame(FrameKind.SUSPEND))
+        backend.client.links[0].send(Frame(FrameKind.SUSPEND))
 
     backend.client.loop.call_soon(away)
     assert comes_true(lambda: backend.world.rank not in cluster.servers[0].services[0].membership.members)

@@ -283,7 +283,7 @@ def test_a_nan_is_told_a_step_late_and_nobody_waits(device):
 
 
 def test_what_an_optimizer_has_learnt_follows_a_model_that_is_prepared_after_it(device, monkeypatch):
-    monkeypatch.setattr(job_module, "_job", None)
+    monkeypatch.setattr(job_module, "current_job", None)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()

@@ -59,7 +59,7 @@ def test_a_closed_job_is_refused(job):
 
 
 def test_mode_async_without_servers_is_refused(monkeypatch):
-    monkeypatch.setattr(job_module, "_job", None)
+    monkeypatch.setattr(job_module, "current_job", None)
     monkeypatch.setenv("DISTRIB_STRATEGY", '{"mode":"async"}')
     with pytest.raises(TrainingError, match="--mode async") as caught:
         distrib.init()
@@ -71,7 +71,7 @@ def test_steps_and_metrics_are_status_lines(monkeypatch):
     os.set_blocking(writing, False)
     monkeypatch.setenv("DISTRIB_STATUS_FD", str(writing))
     monkeypatch.setenv("DISTRIB_DEVICE", "cpu")
-    monkeypatch.setattr(job_module, "_job", None)
+    monkeypatch.setattr(job_module, "current_job", None)
     with distrib.init() as job:
         weight = torch.ones(1, requires_grad=True)
         optimizer = job.prepare(torch.optim.SGD([weight], lr=0.1))

@@ -234,7 +234,7 @@ def test_even_batches_cost_nothing():
     for own, every, weighted in ((4, 12, False), (3, 10, True), (4, 12, False)):
         samples.own, samples.all = own, every
         mean.update_hooks()
-        assert bool(mean._hooks) == weighted
+        assert bool(mean.hooks) == weighted
 
 
 def test_what_a_script_computes_beside_its_step_is_not_weighted():

@@ -62,8 +62,8 @@ def test_a_profile_does_not_change_what_is_computed(tmp_path):
 
 
 def test_the_variation_of_a_machine_that_stood_still_can_be_read_again():
-    assert profiler._variation([0.001] * 11 + [1.0] * 9) == 10.0
-    assert profiler._variation([1.0] * 20) == 0.0
+    assert profiler.quartile_variation([0.001] * 11 + [1.0] * 9) == 10.0
+    assert profiler.quartile_variation([1.0] * 20) == 0.0
 
 
 def test_one_hiccup_is_not_the_variation_of_the_step(launch, tmp_path):

@@ -120,7 +120,7 @@ class Cluster:
         HOME_SSH.mkdir(mode=0o700, exist_ok=True)
         Path("/run/sshd").mkdir(exist_ok=True)
         self.hostfile.write_text("".join(f"{host} slots={self.slots}\n" for host in self.hosts))
-        _sh("ip", "netns", "add", self._net)
+        _sh("ip", "netns", "add", self.switch_namespace)
         commands = ["link set lo up", "link add br0 type bridge", "link set br0 up"]
         if self.second_rates:
             commands += ["link add second type bridge", "link set second up"]
@@ -130,15 +130,15 @@ class Cluster:
                 f"link add up{number} type veth peer name down{number}",
                 f"link set up{number} master br{number} up", f"link set down{number} master br0 up",
             ]  # fmt: skip
-        _sh("ip", "-n", self._net, "-batch", "-", text="\n".join(commands))
+        _sh("ip", "-n", self.switch_namespace, "-batch", "-", text="\n".join(commands))
         for number in range(1, len(self.racks) + 1):
             for device in (f"up{number}", f"down{number}"):
-                self._limit(self._net, device, self.trunk_rate)
+                self._limit(self.switch_namespace, device, self.trunk_rate)
         for index, host in enumerate(self.hosts, start=1):
             _sh("ip", "netns", "add", self.namespace(host))
             _sh("ip", "link", "add", "eth0", "netns", self.namespace(host), "type", "veth",
-                "peer", "name", f"p{index}", "netns", self._net)  # fmt: skip
-            _sh("ip", "-n", self._net, "link", "set", f"p{index}", "master", self._bridge(host), "up")
+                "peer", "name", f"p{index}", "netns", self.switch_namespace)  # fmt: skip
+            _sh("ip", "-n", self.switch_namespace, "link", "set", f"p{index}", "master", self._bridge(host), "up")
             lines = ["link set lo up", f"address add {self.address(host)}/16 dev eth0", "link set eth0 up"]
             _sh("ip", "-n", self.namespace(host), "-batch", "-", text="\n".join(lines))
             self.shape(host, self.rates[host])
@@ -155,7 +155,7 @@ class Cluster:
         """Kill all processes on the hosts and remove every trace. Safe to call at any time, and twice."""
         for host in self.hosts:
             self._kill_all(host)
-        for namespace in [*map(self.namespace, self.hosts), self._net]:
+        for namespace in [*map(self.namespace, self.hosts), self.switch_namespace]:
             if Path("/run/netns", namespace).exists():
                 _sh("ip", "netns", "delete", namespace, check=False)
             shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
@@ -185,7 +185,7 @@ class Cluster:
 
     def processes(self, host: str) -> dict[int, str]:
         """Return the processes of a host without its sshd listener: process number to command line."""
-        keep = self._listener(host)
+        keep = self.listener_process(host)
         found = {}
         for pid in map(int, _sh("ip", "netns", "pids", self.namespace(host), check=False).split()):
             try:
@@ -213,7 +213,18 @@ class Cluster:
     ) -> list[str]:
         """Return the command line that runs `command` on `host` as a login does, in `cwd` or the current directory."""
         directory = f"--wd={Path(cwd or '.').absolute()}"
-        return ["nsenter", directory, "-t", str(self._listener(host)), "-n", "-u", "-m", "-i", "--", *map(str, command)]
+        return [
+            "nsenter",
+            directory,
+            "-t",
+            str(self.listener_process(host)),
+            "-n",
+            "-u",
+            "-m",
+            "-i",
+            "--",
+            *map(str, command),
+        ]
 
     def run(
         self,
@@ -259,12 +270,12 @@ class Cluster:
         """Set a host's link rate in both directions; None lifts the limit."""
         self.rates[host] = rate
         port = f"p{self.hosts.index(host) + 1}"
-        for namespace, device in ((self.namespace(host), "eth0"), (self._net, port)):
+        for namespace, device in ((self.namespace(host), "eth0"), (self.switch_namespace, port)):
             self._limit(namespace, device, rate)
 
     def cut(self, host: str) -> None:
         """Take a host's link down. Its processes continue."""
-        _sh("ip", "-n", self._net, "link", "set", f"p{self.hosts.index(host) + 1}", "down")
+        _sh("ip", "-n", self.switch_namespace, "link", "set", f"p{self.hosts.index(host) + 1}", "down")
 
     def lose(self, host: str) -> None:
         """Simulate the power loss of a host: take its link down, then kill every process on it."""
@@ -274,7 +285,7 @@ class Cluster:
     def restore(self, host: str) -> None:
         """Restore a cut or lost host: its link carries frames again, and its sshd runs."""
         port = f"p{self.hosts.index(host) + 1}"
-        _sh("ip", "-n", self._net, "link", "set", port, "up")
+        _sh("ip", "-n", self.switch_namespace, "link", "set", port, "up")
         self._wait_link(host, port)
         for other in self.hosts:  # an address that did not reply stays unreachable for seconds
             if other != host:
@@ -311,7 +322,7 @@ class Cluster:
             # Disable GSO, because a port passes segments that the kernel merged, however long they are.
             _sh("ip", "-n", self.namespace(host), "link", "set", "eth0", "mtu", str(mtu), "gso_max_segs", "1")
             if host != narrow:
-                _sh("ip", "-n", self._net, "link", "set", f"p{number}", "mtu", str(mtu))
+                _sh("ip", "-n", self.switch_namespace, "link", "set", f"p{number}", "mtu", str(mtu))
 
     def write_hosts_file(self, host: str, *, own_address: str | None = None) -> None:
         """Write the host's /etc/hosts, its own name pointing at `own_address` if given (as Debian's installer does)."""
@@ -327,7 +338,7 @@ class Cluster:
         """Wait until both ends and the bridge report the carrier, on a busy machine up to a second later."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            (far,) = json.loads(_sh("ip", "-n", self._net, "-d", "-j", "link", "show", port))
+            (far,) = json.loads(_sh("ip", "-n", self.switch_namespace, "-d", "-j", "link", "show", port))
             (near,) = json.loads(_sh("ip", "-n", self.namespace(host), "-j", "link", "show", "eth0"))
             forwards = far["linkinfo"]["info_slave_data"]["state"] == "forwarding"
             if forwards and far["operstate"] == near["operstate"] == "UP":
@@ -336,16 +347,30 @@ class Cluster:
         raise RuntimeError(f"the link of {host} is not up after 10 s")
 
     @property
-    def _net(self) -> str:
+    def switch_namespace(self) -> str:
         return f"{self.name}-net"
 
     def _add_second_card(self, host: str, index: int) -> None:
         namespace, port = self.namespace(host), f"s{index}"
-        _sh("ip", "link", "add", "eth1", "netns", namespace, "type", "veth", "peer", "name", port, "netns", self._net)
-        _sh("ip", "-n", self._net, "link", "set", port, "master", "second", "up")
+        _sh(
+            "ip",
+            "link",
+            "add",
+            "eth1",
+            "netns",
+            namespace,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            self.switch_namespace,
+        )
+        _sh("ip", "-n", self.switch_namespace, "link", "set", port, "master", "second", "up")
         _sh("ip", "-n", namespace, "address", "add", f"{self.address(host, 1)}/16", "dev", "eth1")
         _sh("ip", "-n", namespace, "link", "set", "eth1", "up")
-        for where, device in ((namespace, "eth1"), (self._net, port)):
+        for where, device in ((namespace, "eth1"), (self.switch_namespace, port)):
             self._limit(where, device, self.second_rates[host])
 
     def _bridge(self, host: str) -> str:
@@ -403,7 +428,7 @@ class Cluster:
                 raise RuntimeError(f"sshd of {host} did not start: {log.read_text() if log.exists() else 'no log'}")
             time.sleep(0.01)
 
-    def _listener(self, host: str) -> int:
+    def listener_process(self, host: str) -> int:
         try:
             return int((self.directory / f"{host}.pid").read_text())
         except (OSError, ValueError):

@@ -69,7 +69,7 @@ class AllReduceBenchmark:
         Returns:
             The results on rank 0, nothing on other ranks.
         """
-        data = self._allocate(max(task.sizes))
+        data = self.allocate_data(max(task.sizes))
         found: list[Collective] = []
         names = list(dict.fromkeys(self.hosts))
         left = task.seconds
@@ -92,8 +92,15 @@ class AllReduceBenchmark:
             dist.barrier()
         return tuple(reversed(found))
 
-    def _allocate(self, size_bytes: int) -> Any:
-        """Allocate the tensor to reduce. Raises RuntimeError on all ranks if a rank has too little memory."""
+    def allocate_data(self, size_bytes: int) -> Any:
+        """Allocate the tensor to reduce.
+
+        Args:
+            size_bytes: Its size.
+
+        Raises:
+            RuntimeError: A rank has too little memory; raised on all ranks.
+        """
         data, problem = None, ""
         try:
             data = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device).view(torch.float32)

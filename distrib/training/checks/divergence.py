@@ -75,7 +75,7 @@ def compute_checksums(models: Sequence[nn.Module]) -> list[_Checksum]:
     Returns:
         One checksum per parameter, in the order of the models.
     """
-    return [_checksum(name, values) for model in models for name, values in _replicated_parameters(model)]
+    return [parameter_checksum(name, values) for model in models for name, values in _replicated_parameters(model)]
 
 
 def _check_initial_values(models: Sequence[nn.Module]) -> None:
@@ -179,7 +179,13 @@ class DivergenceCheck(StepObserver):
         self._reported = True
 
 
-def _checksum(name: str, values: torch.Tensor) -> _Checksum:
+def parameter_checksum(name: str, values: torch.Tensor) -> _Checksum:
+    """Compute the sum and the norm of a parameter.
+
+    Args:
+        name: Its name in reports.
+        values: Its values, of any type and layout.
+    """
     precision = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
     tolerance = max(TOLERANCE.relative, 10 * precision)
     values = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()

@@ -132,13 +132,13 @@ class HierarchicalHook(GradientHook):
         if self._is_mixed:  # padding at each change of type
             size += ALIGNMENT_BYTES * len(parameters)
         flat = settings.all_reduce == "flat"
-        self._all_reduce = HierarchicalAllReduce(-(-size // 4096) * 4096, self._compressor, flat=flat, hosts=hosts)
-        self._thread = self._all_reduce.thread
+        self.reduction = HierarchicalAllReduce(-(-size // 4096) * 4096, self._compressor, flat=flat, hosts=hosts)
+        self._thread = self.reduction.thread
         if self._compressor.has_error_feedback:
             self._thread.compressor = NoCompression(Gradients())
         self._scale_factor = 1 / dist.get_world_size()
         self._steps = 0
-        self._bounds: BucketBounds = ()
+        self.bounds: BucketBounds = ()
         self._trial: Iterator[BucketBounds] | None = None
         self._last_trial_step = 0
         self._sizes: list[tuple[torch.dtype, int]] = []  # type and elements of DDP's buckets in this step
@@ -150,7 +150,7 @@ class HierarchicalHook(GradientHook):
         self._must_reset = False
         weakref.finalize(self, self._thread.stop)
         # Not at exit: a group may have a collective that never ends.
-        weakref.finalize(self, _release, self._thread, self._all_reduce.process_groups, os.getpid()).atexit = False
+        weakref.finalize(self, _release, self._thread, self.reduction.process_groups, os.getpid()).atexit = False
 
     @property
     def is_steady(self) -> bool:
@@ -165,9 +165,9 @@ class HierarchicalHook(GradientHook):
         if self._trial:
             self._continue_trial(self._trial)
             return
-        if self._steps != REBUILD_STEPS or self._bounds:
+        if self._steps != REBUILD_STEPS or self.bounds:
             return
-        if self._even_bytes or self._compressor.needs_whole_buckets or self._is_mixed or self._all_reduce.hosts == 1:
+        if self._even_bytes or self._compressor.needs_whole_buckets or self._is_mixed or self.reduction.hosts == 1:
             return
         candidates = self._candidates()
         if self._compressor.has_error_feedback:  # it is stored by bucket, so no trial of other boundaries
@@ -184,10 +184,10 @@ class HierarchicalHook(GradientHook):
         times = torch.tensor(self._last_times, dtype=torch.float64, device="cpu")
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         sizes = [dtype.itemsize * elements for dtype, elements in self._last_sizes]
-        return candidate_bounds(sizes, times.tolist(), self._all_reduce.measure())
+        return candidate_bounds(sizes, times.tolist(), self.reduction.measure())
 
     def _continue_trial(self, trial: Iterator[BucketBounds]) -> None:
-        if not self._bounds:  # the sequence of gradients has changed
+        if not self.bounds:  # the sequence of gradients has changed
             self._trial = None
         elif self._steps > self._last_trial_step:
             if bounds := next(trial, None):
@@ -197,8 +197,8 @@ class HierarchicalHook(GradientHook):
 
     def _use(self, bounds: BucketBounds) -> None:
         self._last_trial_step = self._steps
-        if bounds != self._bounds:
-            self._bounds = bounds
+        if bounds != self.bounds:
+            self.bounds = bounds
             self._thread.reset()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -220,21 +220,21 @@ class HierarchicalHook(GradientHook):
             if stop == self._filled:
                 continue
             part = buffer[(self._filled - begin) // width : (stop - begin) // width]
-            torch.mul(part, self._scale_factor, out=self._all_reduce.own_input[self._filled : stop].view(dtype))
+            torch.mul(part, self._scale_factor, out=self.reduction.own_input[self._filled : stop].view(dtype))
             self._filled = stop
-            if stop != end or not self._bounds or stop in self._bounds:
+            if stop != end or not self.bounds or stop in self.bounds:
                 self._send(stop, bucket)
         # One more if a bucket of this class begins in this DDP bucket and ends in a later one.
         needed = self._thread.added + (self._sent < end)
-        future = self._thread.result_after(needed, self._all_reduce.result(begin, end, dtype))
+        future = self._thread.result_after(needed, self.reduction.result(begin, end, dtype))
         if bucket.is_last():
             self._end_step()
         return future
 
     def _stops(self, begin: int, end: int) -> Iterator[int]:
         """Yield the bucket ends between two byte offsets of the gradients."""
-        if self._bounds:
-            yield from (stop for stop in self._bounds if begin < stop <= end)
+        if self.bounds:
+            yield from (stop for stop in self.bounds if begin < stop <= end)
         elif not self._compressor.needs_whole_buckets:
             yield from (begin + stop for stop in even_bounds(end - begin, self._even_bytes or BUCKETS.default_bytes))
 
@@ -261,7 +261,7 @@ class HierarchicalHook(GradientHook):
 
     def _end_step(self) -> None:
         if self._sizes != self._last_sizes:
-            self._last_sizes, self._bounds = self._sizes, ()
+            self._last_sizes, self.bounds = self._sizes, ()
             self._must_reset = True
         self._last_times = self._times
         self._steps += 1

@@ -63,7 +63,7 @@ class ParameterClient(ServerConnections):
         payload = encode(groups)
 
         def send() -> None:
-            for link in self._links:
+            for link in self.links:
                 link.options[table] = payload
                 link.send(Frame(FrameKind.OPTIONS, table=table), payload)
 
@@ -95,7 +95,7 @@ class ParameterClient(ServerConnections):
         def forget() -> None:
             self.descriptions.pop(table, None)
             self.arenas.pop(table, None)
-            for link in self._links:
+            for link in self.links:
                 link.forget_table(table)
             if self.group:
                 self.group.forget_table(table)

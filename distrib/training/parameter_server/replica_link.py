@@ -87,7 +87,7 @@ class ReplicaLink:
         dead: set[int], timeouts: FailoverTimeouts, on_replaced: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.service = service
-        self._number, self._workers, self._addresses, self._key, self._loop = number, workers, addresses, key, loop
+        self._number, self._workers, self.addresses, self._key, self._loop = number, workers, addresses, key, loop
         self._dead, self._timeouts, self._on_replaced = dead, timeouts, on_replaced
         self._candidates = [(number + n) % len(addresses) for n in range(1, len(addresses))]
         # Servers on other hosts first. The shard's first server is last, as it has died if this one is primary.
@@ -154,7 +154,7 @@ class ReplicaLink:
             return
         self._connecting_to = candidates[self._tries % len(candidates)]
         self._tries += 1
-        sock = start_connecting(self._addresses[self._connecting_to])
+        sock = start_connecting(self.addresses[self._connecting_to])
         self._connection = Connection(
             self._loop, sock, self._key, listener=False, on_frame=self._on_frame, on_closed=self.close
         )

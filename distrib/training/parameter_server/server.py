@@ -114,15 +114,15 @@ class ParameterServer:
             self._add_own_shard(restarted)
         self.was_called = restarted
         """True once a worker has connected, perhaps to an earlier process of this server."""
-        self._peers: set[_Peer] = set()
+        self.peers: set[_Peer] = set()
         self._dead_workers: set[int] = set()
         self._dead_servers: set[int] = set()
-        self._links: dict[int, ReplicaLink] = {}
+        self.replica_links: dict[int, ReplicaLink] = {}
         self._rebuild_timers: dict[int, RebuildTimer] = {}
         own = addresses[number]  # not all interfaces: the job's network was chosen
         family = socket.AF_INET6 if ":" in own[0] else socket.AF_INET
-        self._listener = socket.create_server(own, family=family, backlog=1024)
-        self._listener.setblocking(False)
+        self.listener = socket.create_server(own, family=family, backlog=1024)
+        self.listener.setblocking(False)
 
     def _add_own_shard(self, restarted: bool) -> None:
         service = self._new_service(self.number, self.workers)
@@ -139,7 +139,7 @@ class ParameterServer:
 
     def run(self) -> None:
         """Serve until the loop is ended."""
-        self.loop.watch(self._listener, self._accept)
+        self.loop.watch(self.listener, self._accept)
         self.loop.call_soon(self._tick)
         if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.services:
             self._replicate(self.services[self.number])
@@ -150,10 +150,10 @@ class ParameterServer:
 
     def _accept(self, _: int) -> None:
         try:
-            sock, _address = self._listener.accept()
+            sock, _address = self.listener.accept()
         except OSError:
             return
-        self._peers.add(_Peer(self, sock))
+        self.peers.add(_Peer(self, sock))
 
     def close_peer(self, peer: _Peer) -> None:
         """Close a connection, or record that it is closed.
@@ -161,8 +161,8 @@ class ParameterServer:
         Args:
             peer: The connection.
         """
-        if peer in self._peers:
-            self._peers.discard(peer)
+        if peer in self.peers:
+            self.peers.discard(peer)
             peer.connection.close()
             if peer.service and peer.worker is not None:
                 peer.service.on_disconnected(peer.worker, peer.connection)
@@ -196,7 +196,7 @@ class ParameterServer:
         if service is None or not service.is_primary:
             peer.connection.send(Frame(FrameKind.REFUSED), encode(""))
             return
-        for old in [one for one in self._peers if one.service is service and one.worker == worker and one is not peer]:
+        for old in [one for one in self.peers if one.service is service and one.worker == worker and one is not peer]:
             self.close_peer(old)  # it has not broken here yet
         peer.service, peer.worker = service, worker
         self.was_called = True
@@ -241,12 +241,12 @@ class ParameterServer:
             elif (target := self.targets.get(service.shard)) and rank >= self.workers and target.primary == number:
                 self._take_over(service)
         if rank >= self.workers:
-            for shard, link in self._links.items():
+            for shard, link in self.replica_links.items():
                 if link.on_server_died(number):
                     report(f"shard {shard} has no replica: server {number} has died")
 
     def _take_over(self, service: ShardService) -> None:
-        for peer in [peer for peer in self._peers if peer.service is service]:
+        for peer in [peer for peer in self.peers if peer.service is service]:
             self.close_peer(peer)
         membership = service.membership
         membership.members = membership.members or set(range(self.workers))
@@ -286,7 +286,7 @@ class ParameterServer:
         """Store a replica on another server, on another host if there is one."""
         if len(self.addresses) > 1:
             service.replication.require()
-            self._links[service.shard] = ReplicaLink(
+            self.replica_links[service.shard] = ReplicaLink(
                 service, self.number, self.workers, list(self.addresses), self.key, self.loop, self._dead_servers, self._timeouts,
                 lambda epoch: self.on_replaced(service.shard, epoch),
             )  # fmt: skip
@@ -305,7 +305,7 @@ class ParameterServer:
         self.targets.pop(shard, None)
         if service := self.services.pop(shard, None):
             service.is_primary = False
-            for peer in [peer for peer in self._peers if peer.service is service]:
+            for peer in [peer for peer in self.peers if peer.service is service]:
                 self.close_peer(peer)
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class ParameterServer:
                     self.snapshots.write_results(service, now)
                 if not self.strategy.replicas:
                     self.snapshots.write(service, now)
-        for link in list(self._links.values()):
+        for link in list(self.replica_links.values()):
             link.tick(now)
         self.loop.call_later(self._timeouts.tick_seconds, self._tick)
 

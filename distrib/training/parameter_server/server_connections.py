@@ -31,7 +31,7 @@ class ServerConnections(ClientState):
         super().__init__(rank, addresses, key, replicas=replicas, restarted=restarted, timeouts=timeouts)
         self._request_count = 0
         self._is_suspended = False
-        self._links = [ServerLink(self, shard) for shard in range(len(self.addresses))]
+        self.links = [ServerLink(self, shard) for shard in range(len(self.addresses))]
         self._thread = threading.Thread(target=self._run, name="parameter-server client", daemon=True)
         self._thread.start()
 
@@ -49,7 +49,7 @@ class ServerConnections(ClientState):
         self._request_count += 1
         request = frame._replace(step=self._request_count)
         future: Future[tuple[Frame, Any]] = Future()
-        self.loop.call_soon(lambda: self._links[shard].request(request, payload, future))
+        self.loop.call_soon(lambda: self.links[shard].request(request, payload, future))
         return future
 
     def request_all(self, frame: Frame, payload: Any = b"") -> list[tuple[Frame, Any]]:
@@ -73,7 +73,7 @@ class ServerConnections(ClientState):
 
     def is_main(self) -> bool:
         """Return True if this worker is main. A disconnected worker waits until it knows if another was chosen."""
-        link = self._links[0]
+        link = self.links[0]
         while self.main[1] == self.rank and not self.restarted:
             is_known = link.welcomed or not link.was_welcomed or self.loop.ended
             if is_known and self.main[1] == self.rank:  # in this order: a welcome reports another main first
@@ -109,7 +109,7 @@ class ServerConnections(ClientState):
             final: False if it may still be replaced or committed.
             weight: Number of workers whose mean it is; 0 for an empty gradient.
         """
-        self._links[buffer.shard].push(InFlightPush(buffer, step, final, weight))
+        self.links[buffer.shard].push(InFlightPush(buffer, step, final, weight))
 
     def send_commit(self, buffers: Iterable[ChunkBuffer], step: int) -> None:
         """Commit pushes of these buffers at their servers.
@@ -120,7 +120,7 @@ class ServerConnections(ClientState):
         """
         chunks: dict[tuple[int, int], list[int]] = {}
         for buffer in buffers:
-            link = self._links[buffer.shard]
+            link = self.links[buffer.shard]
             push = link.pushes.get((buffer.table, buffer.chunk))
             if push is None or push.final:
                 continue
@@ -132,7 +132,7 @@ class ServerConnections(ClientState):
             if push.outgoing:
                 push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FrameFlag.FINAL)
         for (shard, table), numbers in chunks.items():
-            self._links[shard].send(Frame(FrameKind.COMMIT, table=table, step=step), encode(numbers))
+            self.links[shard].send(Frame(FrameKind.COMMIT, table=table, step=step), encode(numbers))
 
     def offer_memory(self, table: int, arenas: dict[int, SharedArena]) -> None:
         """Offer memory to servers of this host. In the client's thread.
@@ -142,11 +142,11 @@ class ServerConnections(ClientState):
             arenas: The memory by shard.
         """
         self.arenas[table] = arenas
-        for link in self._links:
+        for link in self.links:
             link.offer_memory(table)
 
     def _send_all(self, frame: Frame, payload: Any = b"") -> None:
-        for link in self._links:
+        for link in self.links:
             link.send(frame, payload)
 
     def _run(self) -> None:
@@ -155,7 +155,7 @@ class ServerConnections(ClientState):
             self.loop.run()
         except Exception as error:  # the training thread must not wait forever
             self.fail(error)
-        for link in self._links:
+        for link in self.links:
             link.disconnect()
 
     def _tick(self) -> None:
@@ -164,13 +164,13 @@ class ServerConnections(ClientState):
         self.stored_results = {
             number: result for number, result in self.stored_results.items() if now - result[0] < 30.0
         }
-        for link in self._links:
+        for link in self.links:
             link.tick(now)
             self._check_reachable(link, now)
         # A server that was never reached has taken no step without this worker.
         away = any(
             link.was_welcomed and not link.welcomed and now - link.down_since > self.timeouts.suspend_seconds
-            for link in self._links
+            for link in self.links
         )
         if away and not self._is_suspended:
             self.must_rejoin = True

@@ -43,7 +43,7 @@ class ServerLink:
         self._requests: dict[int, tuple[Frame, Any, Future[tuple[Frame, Any]]]] = {}
         self._last_gather: tuple[Frame, Any] | None = None
         self._sharing: set[int] = set()  # tables whose memory the server has mapped
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._tries = 0
         self._connecting_to = shard
         self._connecting_since = 0.0
@@ -57,19 +57,20 @@ class ServerLink:
         Args:
             now: Seconds of the monotonic clock.
         """
-        if self._connection is None:
+        if self.connection is None:
             if not self.client.failed:
-                self._connect()
+                self.connect()
         elif not self.welcomed and now - self._connecting_since > self.client.timeouts.connect_seconds:
             self.disconnect()
-            self._connect()
+            self.connect()
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Begin to connect to the next server that has this shard."""
         client, count = self.client, len(self.client.addresses)
         candidates = [(self.shard + n) % count for n in range(count)] if client.replicas else [self.shard]
         self._connecting_to = candidates[self._tries % len(candidates)]
         self._connecting_since = time.monotonic()
-        self._connection = Connection(
+        self.connection = Connection(
             client.loop, start_connecting(client.addresses[self._connecting_to]), client.key, listener=False,
             on_frame=self._on_frame, on_closed=self.disconnect, allocate=self._allocate,
         )  # fmt: skip
@@ -78,20 +79,20 @@ class ServerLink:
             "shard": self.shard, "epoch": self.epoch, "main": client.main,
             "silent": sorted(self._silent - {self._connecting_to}), "tables": sorted(client.descriptions),
         }  # fmt: skip
-        self._connection.send(Frame(FrameKind.HELLO), encode(hello), priority=-2)
+        self.connection.send(Frame(FrameKind.HELLO), encode(hello), priority=-2)
 
     def disconnect(self) -> None:
         """Close the connection. The next tick connects again."""
-        if self._connection is None:
+        if self.connection is None:
             return
-        self._connection.close()
+        self.connection.close()
         if self.welcomed:
             self.down_since = time.monotonic()
             self._silent = set(range(len(self.client.addresses)))
             self._tries = 0
         else:
             self._tries += 1
-        self._connection = None
+        self.connection = None
         self.welcomed = False
         self._sharing.clear()
 
@@ -104,8 +105,8 @@ class ServerLink:
             frame: The header.
             payload: Bytes or a buffer.
         """
-        if self._connection and self.welcomed:
-            self._connection.send(frame, payload)
+        if self.connection and self.welcomed:
+            self.connection.send(frame, payload)
 
     def request(self, frame: Frame, payload: Any, future: Future[tuple[Frame, Any]]) -> None:
         """Send a request, which is repeated until it is answered.
@@ -134,13 +135,13 @@ class ServerLink:
         self._send_push(push)
 
     def _send_push(self, push: InFlightPush) -> None:
-        if self._connection and self.welcomed:
+        if self.connection and self.welcomed:
             buffer = push.buffer
             flags, payload = FrameFlag.FINAL if push.final else 0, as_memoryview(buffer.gradient)
             if buffer.table in self._sharing:
                 flags, payload = flags | FrameFlag.SHARED, memoryview(b"")
             frame = Frame(FrameKind.PUSH, flags, buffer.table, buffer.chunk, push.step, buffer.version, push.weight)
-            push.outgoing = self._connection.send(frame, payload, priority=buffer.chunk)
+            push.outgoing = self.connection.send(frame, payload, priority=buffer.chunk)
 
     def offer_memory(self, table: int) -> None:
         """Offer this worker's memory of a table to the server if it is on the same host.
@@ -148,10 +149,10 @@ class ServerLink:
         Args:
             table: Number of the table.
         """
-        if self._connection and self.welcomed:
-            sock, arena = self._connection.sock, self.client.arenas.get(table, {}).get(self.shard)
+        if self.connection and self.welcomed:
+            sock, arena = self.connection.sock, self.client.arenas.get(table, {}).get(self.shard)
             if arena and sock.getsockname()[0] == sock.getpeername()[0]:
-                self._connection.send(Frame(FrameKind.SHARE_MEMORY, table=table), encode(arena.description))
+                self.connection.send(Frame(FrameKind.SHARE_MEMORY, table=table), encode(arena.description))
 
     def forget_table(self, table: int) -> None:
         """Drop all that refers to a table.
@@ -214,7 +215,7 @@ class ServerLink:
             self.client.mark_answered(buffer)
 
     def _on_welcome(self, welcome: dict[str, Any]) -> None:
-        assert self._connection
+        assert self.connection
         if welcome["epoch"] < self.epoch:
             raise ConnectionRefusedError
         client = self.client
@@ -231,21 +232,21 @@ class ServerLink:
         for number, describe in client.descriptions.items():
             if number not in welcome["tables"]:  # the server was restarted, and has lost everything
                 for frame, payload in describe(self.shard):
-                    self._connection.send(frame, payload)
+                    self.connection.send(frame, payload)
         for number, (_, pieces) in client.stored_results.items():
             if self.shard == 0 and number not in welcome["results"]:
                 for frame, piece in pieces:
-                    self._connection.send(frame, piece)
+                    self.connection.send(frame, piece)
         if client.push_id is not None:
             frame = Frame(FrameKind.GROUP, version=client.push_id)
-            self._connection.send(frame, encode(client.last_group_steps))
+            self.connection.send(frame, encode(client.last_group_steps))
         for table in client.arenas:
             self.offer_memory(table)
         if self._last_gather:
-            self._connection.send(*self._last_gather)
+            self.connection.send(*self._last_gather)
         for frame, payload, _ in self._requests.values():
-            self._connection.send(frame, payload)
+            self.connection.send(frame, payload)
         for table, payload in self.options.items():
-            self._connection.send(Frame(FrameKind.OPTIONS, table=table), payload)
+            self.connection.send(Frame(FrameKind.OPTIONS, table=table), payload)
         for push in self.pushes.values():
             self._send_push(push)

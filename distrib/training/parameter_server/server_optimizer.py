@@ -136,7 +136,7 @@ class ChunkOptimizer:
 
     def __init__(self, spec: OptimizerSpec, value: torch.Tensor, options: dict[str, Any]) -> None:
         self.value = torch.nn.Parameter(value, requires_grad=True)
-        self._spec, self._options = spec, options
+        self._spec, self.options = spec, options
         self._optimizer = self._create()
         self._momenta: dict[int, torch.Tensor] = {}
         self._common_momentum: torch.Tensor | None = None
@@ -145,7 +145,7 @@ class ChunkOptimizer:
         kind = getattr(torch.optim, self._spec.name)
         fused = {"fused": True} if self._spec.name in FUSED else {}
         try:
-            created: torch.optim.Optimizer = kind([self.value], **fused, **_arguments(kind, self._options))
+            created: torch.optim.Optimizer = kind([self.value], **fused, **_arguments(kind, self.options))
         except (TypeError, ValueError) as error:
             raise TrainingError(f"torch.optim.{self._spec.name} rejects its settings: {error}") from None
         return created

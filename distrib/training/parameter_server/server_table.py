@@ -148,7 +148,7 @@ class ServerTable:
         """Chunks that have a value, and their optimizers."""
         self._pool = pool
         self._published: dict[int, _Published] = {}
-        self._snapshots: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by chunk, version and bytes
+        self.snapshot_cache: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by chunk, version and bytes
         self._sent_values: dict[tuple[int, int], torch.Tensor] = {}  # by worker and chunk, for delay compensation
 
     @property
@@ -220,11 +220,11 @@ class ServerTable:
             chunk: Number of the chunk.
         """
         version = self.controller.version(chunk)
-        of_version, cached = self._snapshots.get(chunk, (-1, None))
+        of_version, cached = self.snapshot_cache.get(chunk, (-1, None))
         array = cached() if cached and of_version == version else None
         if array is None:
             array = self.value(chunk).clone().view(torch.uint8).numpy()
-            self._snapshots[chunk] = version, weakref.ref(array)
+            self.snapshot_cache[chunk] = version, weakref.ref(array)
         return memoryview(array)  # type: ignore[arg-type]  # as in `as_memoryview`
 
     # -- updates ----------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class ServerTable:
             self._sent_values[worker, chunk] = self.value(chunk).clone()
 
     def _drop_cached(self, chunk: int) -> None:
-        self._snapshots.pop(chunk, None)
+        self.snapshot_cache.pop(chunk, None)
         published = self._published.pop(chunk, None)
         if published and not published.users:
             self._pool.give_back(published.memory)

@@ -44,10 +44,10 @@ class Snapshots:
         self.path = self.folder / "snapshot.pt"
         with contextlib.suppress(OSError):  # a full disk, or it exists from an earlier process of this server
             self.folder.mkdir(mode=0o700)
-        self._writer: threading.Thread | None = None
-        self._next = time.monotonic() + self._interval_seconds
-        self._seen: list[int] = []
-        self._result_writer: threading.Thread | None = None
+        self.writer: threading.Thread | None = None
+        self.next_seconds = time.monotonic() + self._interval_seconds
+        self.written_updates: list[int] = []
+        self.result_writer: threading.Thread | None = None
         self._next_result = 0.0
         self._written_results: set[int] = set()
 
@@ -75,15 +75,15 @@ class Snapshots:
             new
             and now >= self._next_result
             and self.usable
-            and not (self._result_writer and self._result_writer.is_alive())
+            and not (self.result_writer and self.result_writer.is_alive())
         ):
-            self._result_writer = threading.Thread(target=self._write_new_results, args=(new,), daemon=True)
-            self._result_writer.start()
+            self.result_writer = threading.Thread(target=self._write_new_results, args=(new,), daemon=True)
+            self.result_writer.start()
 
     def _write_new_results(self, new: dict[int, list[Any]]) -> None:
         for number, pieces in new.items():
             lengths = msgspec.json.encode([memoryview(piece).nbytes for piece in pieces])
-            if self._write(f"result-{number}", functools.partial(_write_all, [lengths + b"\n", *pieces])):
+            if self.write_file(f"result-{number}", functools.partial(_write_all, [lengths + b"\n", *pieces])):
                 self._written_results.add(number)
             else:
                 self._next_result = time.monotonic() + self._interval_seconds
@@ -96,20 +96,31 @@ class Snapshots:
             now: Seconds of the monotonic clock.
         """
         entries = [table.controller.index for table in service.tables.values()]
-        if now < self._next or entries == self._seen or (self._writer and self._writer.is_alive()) or not self.usable:
+        if (
+            now < self.next_seconds
+            or entries == self.written_updates
+            or (self.writer and self.writer.is_alive())
+            or not self.usable
+        ):
             return
-        self._next, self._seen = now + self._interval_seconds, entries
+        self.next_seconds, self.written_updates = now + self._interval_seconds, entries
         tables = [_table_content(table) for table in service.tables.values() if table.is_set]
         content = {"time": time.time(), "tables": tables, "retired": sorted(service.retired)}
-        self._writer = threading.Thread(target=self._write_snapshot, args=(content,), daemon=True)
-        self._writer.start()
+        self.writer = threading.Thread(target=self._write_snapshot, args=(content,), daemon=True)
+        self.writer.start()
 
     def _write_snapshot(self, content: dict[str, Any]) -> None:
         begun = time.monotonic()
-        self._write(self.path.name, functools.partial(torch.save, content))
-        self._next = max(self._next, begun + (time.monotonic() - begun) / self._max_writing_fraction)
+        self.write_file(self.path.name, functools.partial(torch.save, content))
+        self.next_seconds = max(self.next_seconds, begun + (time.monotonic() - begun) / self._max_writing_fraction)
 
-    def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> bool:
+    def write_file(self, name: str, fill: Callable[[IO[bytes]], object]) -> bool:
+        """Replace a file of the folder when its content is complete. Returns False if it cannot be written.
+
+        Args:
+            name: Name of the file.
+            fill: Writes the content.
+        """
         partial = self.folder / f"{name}.partial"
         try:
             with partial.open("wb") as file:

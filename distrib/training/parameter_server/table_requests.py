@@ -120,11 +120,19 @@ class TableRequests:
             elif isinstance(effect, PushReply):
                 worker = self._pushers.get(effect.worker, effect.worker)
                 if connection := self._membership.connections.get(worker):
-                    self._send_value(table, effect, worker, connection)
+                    self.send_value(table, effect, worker, connection)
             else:
                 self._pool.give_back(effect.gradient)
 
-    def _send_value(self, table: ServerTable, reply: PushReply, worker: int, connection: Connection) -> None:
+    def send_value(self, table: ServerTable, reply: PushReply, worker: int, connection: Connection) -> None:
+        """Send the value of a chunk to a worker, through shared memory if it has some.
+
+        Args:
+            table: The table of the chunk.
+            reply: The reply to the worker's push.
+            worker: Its rank.
+            connection: Its connection.
+        """
         chunk, flags = reply.chunk, FrameFlag.APPLIED if reply.applied else 0
         payload, on_sent = None, None
         if memory := self._memory.get((worker, table.number)):

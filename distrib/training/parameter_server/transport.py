@@ -225,7 +225,7 @@ class Connection:
         while self._unsent_handshake:
             self._unsent_handshake = self._unsent_handshake[self.sock.send(self._unsent_handshake) :]
         while self._handshake.proven:
-            if self._current is None and not self._next():
+            if self._current is None and not self.start_next_outgoing():
                 return
             assert self._current
             outgoing, parts = self._current
@@ -239,7 +239,8 @@ class Connection:
                 if outgoing.on_sent:
                     outgoing.on_sent()
 
-    def _next(self) -> bool:
+    def start_next_outgoing(self) -> bool:
+        """Begin to send the queued frame of highest priority. Returns False if none is queued."""
         while self._queue:
             outgoing = heapq.heappop(self._queue)[2]
             if not outgoing.cancelled:

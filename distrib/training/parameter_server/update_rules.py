@@ -96,7 +96,7 @@ class UpdateController:
         self.replicated_to: int | None = None
         """Last entry that the replica has acknowledged; None without a replica."""
         self._unacknowledged: deque[tuple[int, PushReply]] = deque()
-        self._chunks = {number: _ChunkState() for number in sorted(chunks)}
+        self.chunks = {number: _ChunkState() for number in sorted(chunks)}
 
     # -- messages of workers ----------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class UpdateController:
             final: False if the gradient may still be replaced before it is committed.
             weight: Number of workers whose mean it is; 0 for an empty gradient.
         """
-        state = self._chunks[chunk]
+        state = self.chunks[chunk]
         if step <= state.clock.get(worker, 0):
             if step != state.clock[worker]:  # a later step was applied meanwhile
                 state.rejected[worker] = step
@@ -137,7 +137,7 @@ class UpdateController:
         """
         effects: list[Effect] = []
         for number in chunks:
-            state = self._chunks[number]
+            state = self.chunks[number]
             push = state.pending.get(worker)
             if push and push.step == step and not push.final:
                 state.pending[worker] = push._replace(final=True)
@@ -152,12 +152,12 @@ class UpdateController:
             keep_pending: True if pushes that are not committed may be committed later; False discards them.
         """
         effects: list[Effect] = []
-        for state in self._chunks.values():
+        for state in self.chunks.values():
             push = state.pending.get(worker)
             if push and not push.final and not keep_pending:
                 effects.append(DiscardGradient(state.pending.pop(worker).gradient))
         self.members.discard(worker)
-        for number, state in self._chunks.items():
+        for number, state in self.chunks.items():
             effects += self._advance(number, state)
         return effects
 
@@ -170,7 +170,7 @@ class UpdateController:
         """
         self.members.add(worker)
         effects: list[Effect] = []
-        for number, state in self._chunks.items():
+        for number, state in self.chunks.items():
             state.clock[worker] = max(state.clock.get(worker, 0), step - 1)
             effects += self._advance(number, state)
         return effects
@@ -183,7 +183,7 @@ class UpdateController:
         Args:
             chunk: Number of the chunk.
         """
-        state = self._chunks[chunk]
+        state = self.chunks[chunk]
         floor = self._floor(state)
         if floor is None or any(state.clock.get(m, 0) == floor and m not in state.pending for m in self.members):
             return ()
@@ -200,7 +200,7 @@ class UpdateController:
             chunk: Number of the chunk.
             worker: Rank of the worker.
         """
-        state = self._chunks[chunk]
+        state = self.chunks[chunk]
         final = {other for other, push in state.pending.items() if push.final}
         return worker in self.members - final and state.clock.get(worker, 0) == self._floor(state) and bool(final)
 
@@ -210,7 +210,7 @@ class UpdateController:
         Args:
             chunk: Number of the chunk.
         """
-        state = self._chunks[chunk]
+        state = self.chunks[chunk]
         waiting = {reply.worker: reply.step for _, reply in self._unacknowledged if reply.chunk == chunk}
         pending = {worker: push.step for worker, push in state.pending.items()}
         return sorted({**waiting, **state.waiting, **pending}.items())
@@ -223,7 +223,7 @@ class UpdateController:
         """
         steps = [
             step
-            for state in self._chunks.values()
+            for state in self.chunks.values()
             for other, step in [*state.clock.items(), *((other, push.step) for other, push in state.pending.items())]
             if worker in (None, other)
         ]
@@ -235,7 +235,7 @@ class UpdateController:
         Args:
             chunk: Number of the chunk.
         """
-        return self._chunks[chunk].version
+        return self.chunks[chunk].version
 
     # -- replication --------------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class UpdateController:
         """
         if entry <= self.index:
             return False
-        state = self._chunks[chunk]
+        state = self.chunks[chunk]
         state.version, self.index = version, entry
         state.clock.update(updates)
         return True
@@ -272,7 +272,7 @@ class UpdateController:
         return {
             "index": self.index,
             "members": sorted(self.members),
-            "chunks": {number: [state.version, dict(state.clock)] for number, state in self._chunks.items()},
+            "chunks": {number: [state.version, dict(state.clock)] for number, state in self.chunks.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -283,7 +283,7 @@ class UpdateController:
         """
         self.index, self.members = state["index"], set(state["members"])
         for number, (version, clock) in state["chunks"].items():
-            chunk = self._chunks[int(number)]
+            chunk = self.chunks[int(number)]
             chunk.version, chunk.clock = version, {int(worker): step for worker, step in clock.items()}
 
     # -- internals ----------------------------------------------------------------------------------------------------

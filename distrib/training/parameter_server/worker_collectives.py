@@ -40,7 +40,7 @@ class WorkerCollectives:
         on_collective: Callable[[], None] = lambda: None, piece_bytes: int = 256 << 20,
     ) -> None:  # fmt: skip
         self._client, self._world, self._is_replacement = client, world, is_replacement
-        self._on_collective, self._piece_bytes = on_collective, piece_bytes
+        self._on_collective, self.piece_bytes = on_collective, piece_bytes
         self._results = 0
         self._since_evaluation: int | None = None  # collectives since an evaluation began
 
@@ -68,7 +68,7 @@ class WorkerCollectives:
                     error, outcome = caught, (None, str(caught))
                 own = pickle.dumps(outcome)
                 # Another worker was main before if the servers have its result.
-                content = own if self._store(number, own) else self._join_pieces(*self._fetch(number, 0))
+                content = own if self.store(number, own) else self._join_pieces(*self._fetch(number, 0))
         value, reason = pickle.loads(content)  # written by a rank of this job, which has proven that it knows the key
         if reason is not None:
             raise error or TrainingError(f"on the main rank: {reason}", code="error-on-other-rank")
@@ -87,9 +87,14 @@ class WorkerCollectives:
             if group:
                 group.end_wait()
 
-    def _store(self, number: int, content: bytes) -> bool:
-        """Store a result on the servers. Returns False if they have one of another worker."""
-        size = self._piece_bytes
+    def store(self, number: int, content: bytes) -> bool:
+        """Store a result on the servers. Returns False if they have one of another worker.
+
+        Args:
+            number: Number of the collective.
+            content: The result, sent in pieces.
+        """
+        size = self.piece_bytes
         whole, count = memoryview(content), -(-len(content) // size)
         pieces = [
             (Frame(FrameKind.STORE, chunk=n, version=number, weight=count), whole[n * size :][:size])

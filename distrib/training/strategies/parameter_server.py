@@ -63,7 +63,7 @@ class ParameterServerStrategy(ElasticStrategy):
         )
         self.client.rejoin = self._rejoin
         self.models = ModelSynchronizer(self.client.is_main, is_replacement=is_replacement)
-        self._collectives = WorkerCollectives(
+        self.collectives = WorkerCollectives(
             self.client, world, is_replacement=is_replacement, on_collective=self.models.mark_outdated
         )
         self._created_tables = 0
@@ -127,7 +127,7 @@ class ParameterServerStrategy(ElasticStrategy):
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         # Includes non-persistent buffers, and values that a model's own state_dict omits.
         state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._collectives.broadcast({name: value for name, value in state.items() if not value.requires_grad})
+        self.collectives.broadcast({name: value for name, value in state.items() if not value.requires_grad})
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.models.add_model(model)
         return model
@@ -144,7 +144,7 @@ class ParameterServerStrategy(ElasticStrategy):
         names: dict[torch.Tensor, str] = {
             parameter: name for model in self.models.models for name, parameter in model.named_parameters()
         }
-        self._form_host_group()
+        self.form_host_group()
         table = WorkerTable(
             self._created_tables, optimizer, names, self.client, self.settings.gradients.format, self._pushers,
             counts_skipped_steps=self.settings.staleness is not None,
@@ -164,7 +164,7 @@ class ParameterServerStrategy(ElasticStrategy):
             if parameter.requires_grad and parameter not in self.models.owners
         ]
         if untrained:  # perhaps no optimizer will train them
-            self._collectives.broadcast({str(number): parameter for number, parameter in enumerate(untrained)})
+            self.collectives.broadcast({str(number): parameter for number, parameter in enumerate(untrained)})
 
     def release_optimizer(self, optimizer: Optimizer) -> None:
         """End the table of an optimizer, after its last values were pulled. Collective.
@@ -174,7 +174,7 @@ class ParameterServerStrategy(ElasticStrategy):
         """
         table = next(table for table in self.tables if table.optimizer is optimizer)
         table.wait()
-        self._collectives.gather(f"the end of table {table.number}")  # from now on no worker pushes to it
+        self.collectives.gather(f"the end of table {table.number}")  # from now on no worker pushes to it
         table.pull()
         self._hooks.pop(optimizer).remove()
         if self.is_main:
@@ -190,14 +190,14 @@ class ParameterServerStrategy(ElasticStrategy):
         """
         self.models.remove_model(model)
 
-    def _form_host_group(self) -> None:
+    def form_host_group(self) -> None:
         """Form a host group whose workers push together, if their gradients cross the network. Collective at the first call."""
         if not self._has_grouped and self._may_group:
             self._has_grouped = True
             self._pushers = form_host_group(
                 self.client,
                 f"rank {self.world.rank}" if self._is_beside_all_servers else host_identity(),
-                lambda data: self._collectives.gather("host groups", data),
+                lambda data: self.collectives.gather("host groups", data),
                 size=self.world.size,
                 synchronous=self.settings.staleness == 0,
             )
@@ -250,7 +250,7 @@ class ParameterServerStrategy(ElasticStrategy):
         Returns:
             The result of `work` on the main rank. Its exception, if any, is raised on every rank.
         """
-        return self._collectives.from_main(work)
+        return self.collectives.from_main(work)
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Reduce a tensor over the present ranks. Collective.
@@ -262,7 +262,7 @@ class ParameterServerStrategy(ElasticStrategy):
         Returns:
             A new tensor on the same device.
         """
-        return self._collectives.reduce(tensor, op)
+        return self.collectives.reduce(tensor, op)
 
     def view(self, epoch: int, training: bool) -> tuple[int, int]:
         """Choose the share of an epoch that this rank reads.
@@ -282,7 +282,7 @@ class ParameterServerStrategy(ElasticStrategy):
             return (self.world.rank + epoch) % size, size
         for table in self.tables:
             table.wait()
-        present = [rank for rank, _ in self._collectives.gather(EVALUATION)]
+        present = [rank for rank, _ in self.collectives.gather(EVALUATION)]
         self.models.refresh()  # calls of methods and submodules fetch no values
         if self.world.rank not in present:  # it was disconnected and missed the start of this evaluation
             return 0, 1
@@ -306,7 +306,7 @@ class ParameterServerStrategy(ElasticStrategy):
         Args:
             state: Not used.
         """
-        self._collectives.gather("restored")
+        self.collectives.gather("restored")
         self.models.refresh()
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         queried = query_topology(hosts, topology, options.ssh_command, check.engine_for(options))
         view = view_of(queried.replied(hosts), queried.topology)
         if options.output:
-            _write_new_file(options.output, queried.text)
+            write_new_file(options.output, queried.text)
     elif options.output is not None:
         raise ConfigError(
             f"-o {options.output}: only the replies of hosts are written", hint="add --ask", code="option-conflict"
@@ -154,7 +154,16 @@ def _check_new_file(path: str) -> None:
         )
 
 
-def _write_new_file(path: str, text: str) -> None:
+def write_new_file(path: str, text: str) -> None:
+    """Write a file that does not exist yet, or leave none.
+
+    Args:
+        path: The file.
+        text: Its content.
+
+    Raises:
+        TopologyError: The file cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -200,7 +200,7 @@ def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str
     container: dict[str, Any] = {
         "name": name,
         "image": image,
-        "command": [_literal(word) for word in command],
+        "command": [escape_dollars(word) for word in command],
         "workingDir": IMAGE.home,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
@@ -247,7 +247,7 @@ def _variable(name: str, value: str) -> dict[str, Any]:
     """Return the entry of a variable in `env`. A manifest is shared and kept, so secrets refer to a Secret of the cluster."""
     if is_secret(name):
         return {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
-    return {"name": name, "value": _literal(value)}
+    return {"name": name, "value": escape_dollars(value)}
 
 
 def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: Mapping[str, str]) -> list[str]:
@@ -275,8 +275,12 @@ def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: M
     return notes
 
 
-def _literal(text: str) -> str:
-    """Escape text for commands and variables, in which Kubernetes replaces `$(NAME)`, and `$$` by `$`."""
+def escape_dollars(text: str) -> str:
+    """Escape text for commands and variables, in which Kubernetes replaces `$(NAME)`, and `$$` by `$`.
+
+    Args:
+        text: Word of a command, or value of a variable.
+    """
     return text.replace("$", "$$")
 
 

@@ -98,7 +98,7 @@ class Channel:
         self.closed = False
         self._handshake = Handshake(token.encode(), GREETING, listener=listener)
         self._in = bytearray()
-        self._out = bytearray(self._handshake.opening)
+        self.outgoing = bytearray(self._handshake.opening)
         self._sent = self._received = 0
 
     # -- out ----------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Channel:
     @property
     def waiting_bytes(self) -> int:
         """Return the number of bytes that `flush` has still to write."""
-        return len(self._out)
+        return len(self.outgoing)
 
     def send(self, kind: Kind, payload: bytes | dict[str, Any] = b"") -> None:
         """Queue one frame.
@@ -127,18 +127,18 @@ class Channel:
         if len(body) > PAYLOAD_LIMIT_BYTES:
             raise ValueError(f"a frame of {len(body)} bytes; at most {PAYLOAD_LIMIT_BYTES} fit")
         header = HEADER.pack(len(body), kind)
-        self._out += header + body + self._mac(self._handshake.send_key, self._sent, header, body)
+        self.outgoing += header + body + self._mac(self._handshake.send_key, self._sent, header, body)
         self._sent += 1
 
     def flush(self) -> None:
         """Write as much as the socket accepts now."""
-        while self._out:
+        while self.outgoing:
             try:
                 # A slice, because a memoryview would lock the buffer that `send` extends.
-                written = self.sock.send(self._out[: 1 << 18])
+                written = self.sock.send(self.outgoing[: 1 << 18])
             except (BlockingIOError, InterruptedError):
                 return
-            del self._out[:written]
+            del self.outgoing[:written]
 
     # -- in -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Channel:
         while missing := self._handshake.missing_bytes:
             if not self._in:
                 return
-            self._out += self._handshake.feed(bytes(self._in[:missing]))
+            self.outgoing += self._handshake.feed(bytes(self._in[:missing]))
             del self._in[:missing]
             self.flush()
         position = 0

@@ -131,7 +131,7 @@ class AttemptLoop:
             ended = self._keep(self._start(plan))
             before: CompletedAttempt | None = None
             while ended.result.status == "failed" and len(self._earlier) < self._options.max_restarts:
-                if before and _same_failure(before, ended):
+                if before and is_same_failure(before, ended):
                     self._warn("it failed twice at once with the same error: it was not restarted once more")
                     break
                 ended.report_failure(self._console)
@@ -273,8 +273,13 @@ class AttemptLoop:
             run_directory.clear_start(run_dir)
 
 
-def _same_failure(before: CompletedAttempt, now: CompletedAttempt) -> bool:
-    """Return True if the scripts of both starts ended early with the same error: a defect that a restart does not repair."""
+def is_same_failure(before: CompletedAttempt, now: CompletedAttempt) -> bool:
+    """Return True if the scripts of both starts ended early with the same error: a defect that a restart does not repair.
+
+    Args:
+        before: The first of two starts.
+        now: The start after it.
+    """
     first, second = before.result.first_failure, now.result.first_failure
     if first is None or second is None or second.exit_code is None or second.signal is not None:
         return False

@@ -38,7 +38,7 @@ class ControlListener:
         accept: Callable[[Channel, dict[str, Any]], OnFrame],
     ) -> None:
         self._selector, self._token, self._accept_rank = selector, token, accept
-        self._unauthenticated: dict[Channel, float] = {}
+        self.unauthenticated: dict[Channel, float] = {}
         self._sockets: list[socket.socket] = []
         self._is_paused = False
         for address in sorted(addresses):
@@ -61,7 +61,7 @@ class ControlListener:
         Args:
             now: Monotonic time.
         """
-        for channel, since in list(self._unauthenticated.items()):
+        for channel, since in list(self.unauthenticated.items()):
             if now - since > HANDSHAKE_TIMEOUT_SECONDS:
                 self._drop(channel)
 
@@ -69,17 +69,17 @@ class ControlListener:
         """Close the sockets and all connections that were not handed over."""
         for listener in self._sockets:
             listener.close()
-        for channel in self._unauthenticated:
+        for channel in self.unauthenticated:
             channel.close()
 
     def _accept(self, listener: socket.socket, _: int) -> None:
         with contextlib.suppress(OSError):
-            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            if len(self.unauthenticated) >= MAX_UNAUTHENTICATED:
                 self._pause()
                 return
             sock, _peer = listener.accept()
             channel = Channel(sock, self._token, listener=True)
-            self._unauthenticated[channel] = time.monotonic()
+            self.unauthenticated[channel] = time.monotonic()
             self._selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._receive_hello(channel))
             try:
                 channel.flush()
@@ -96,11 +96,11 @@ class ControlListener:
                 if kind is not Kind.HELLO:
                     raise ProtocolError(f"the first frame is {kind.name}, expected HELLO")
                 on_frame = self._accept_rank(channel, json.loads(payload))
-                del self._unauthenticated[channel]
+                del self.unauthenticated[channel]
                 self._resume()
         except (OSError, ProtocolError, ValueError, KeyError):
             channel.closed = True
-        if channel.closed and channel in self._unauthenticated:
+        if channel.closed and channel in self.unauthenticated:
             self._drop(channel)
 
     def _pause(self) -> None:
@@ -116,7 +116,7 @@ class ControlListener:
                 self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def _drop(self, channel: Channel) -> None:
-        del self._unauthenticated[channel]
+        del self.unauthenticated[channel]
         self._resume()
         self._selector.unregister(channel.sock)
         channel.close()

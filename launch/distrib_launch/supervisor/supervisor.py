@@ -93,18 +93,18 @@ class Supervisor:
         self._messages = RankMessages(
             self.job, self.tolerance, self._hang_detector, self._monitor, self._on_result_lost
         )
-        self._connections = RankConnections(
+        self.connections = RankConnections(
             self.job, self.selector, self._liveness,
             on_frame=self._messages.handle, on_lost=self._messages.on_lost, on_complete=self.assign,
             may_return=self.tolerance.may_rejoin, on_return=self.tolerance.restart,
         )  # fmt: skip
-        self._stop = StopSequence(self.job, self._connections, self._messages.on_lost)
+        self._stop = StopSequence(self.job, self.connections, self._messages.on_lost)
         self._engine: EngineProcess | None = None
         self._retried = False
         self._interrupts = 0
 
     def _send(self, state: RankState, kind: Kind, payload: dict[str, Any] | bytes) -> None:
-        self._connections.send(state, kind, payload)  # created after the parts that use this method
+        self.connections.send(state, kind, payload)  # created after the parts that use this method
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -140,13 +140,13 @@ class Supervisor:
             self._release_ranks()
             if listener:
                 listener.close()
-            self._connections.close()
+            self.connections.close()
 
     def _listen(self) -> ControlListener:
         """Listen on the addresses by which the hosts reach this machine, and on no others."""
         own = {"127.0.0.1"} if self.job.is_local else None
         addresses = set(self.job.plan.listen) or own or preflight.launcher_addresses(self.job.plan)
-        return ControlListener(self.selector, self._token, addresses, self._connections.accept)
+        return ControlListener(self.selector, self._token, addresses, self.connections.accept)
 
     def _start_engine(self, listener: ControlListener) -> EngineProcess:
         engine = EngineProcess(self.job.plan, token=self._token, addresses=listener.addresses)
@@ -176,7 +176,7 @@ class Supervisor:
             if job.missing < missing:  # the last of thousands of ranks may take long
                 missing, start = job.missing, max(start, now)
             if now >= next_ping:
-                self._connections.ping()
+                self.connections.ping()
                 next_ping = now + SETTINGS.ping_seconds
             listener.drop_unauthenticated(now)
             if self._engine.exit_code() is not None and not job.stopping:
@@ -228,7 +228,7 @@ class Supervisor:
                 )
             for state in self.job.ranks:
                 if state.plan.host == host and (not state.exit or state.restart_at) and state.channel:
-                    self._connections.disconnect_rank(state, why, "silence")
+                    self.connections.disconnect_rank(state, why, "silence")
 
     def _turn(self, seconds: float) -> bool:
         """Handle the events of the next `seconds`. Return True if there were any."""

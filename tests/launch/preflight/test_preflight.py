@@ -86,7 +86,7 @@ def test_ssh_refused_key_refused_and_unknown_keys(make_cluster, launch, tmp_path
         refused(launch("-H", "n1,n3", WHERE, cluster=cluster), cluster, "n3", "ssh", words)
         cluster.run("n1", ["umount", known], check=True)
 
-    os.kill(cluster._listener("n4"), 9)
+    os.kill(cluster.listener_process("n4"), 9)
     run = launch("-H", "n1,n4", WHERE, cluster=cluster)
     refused(run, cluster, "n4", "ssh", "no sshd listens on port 22", "systemctl start ssh")
     run = launch("-H", "n1,n3", "--ssh-command", "ssh -J n4", WHERE, cluster=cluster)
@@ -102,7 +102,7 @@ def test_ssh_refused_key_refused_and_unknown_keys(make_cluster, launch, tmp_path
 @pytest.mark.cluster
 def test_bad_hosts_are_left_out_on_request_and_never_silently(make_cluster, launch):
     cluster = make_cluster(3, slots=2)
-    os.kill(cluster._listener("n2"), 9)
+    os.kill(cluster.listener_process("n2"), 9)
     run = launch("-H", cluster.hostfile, "--drop-bad-hosts", WHERE, cluster=cluster)
     assert run.code == 0, run
     assert run.result["hosts"] == ["n1", "n3"]
@@ -153,7 +153,7 @@ def test_check_alone_as_text_and_json(make_cluster):
     assert fit.returncode == 0, fit
     assert "n[1-3]" in fit.stdout and "3 hosts healthy" in fit.stdout
     assert "network: eth0 on n1, n2, n3 (every host is in 198.18.0.0/16)" in fit.stdout
-    os.kill(cluster._listener("n3"), 9)
+    os.kill(cluster.listener_process("n3"), 9)
     bad = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
     assert bad.returncode == 3, bad
     assert "error: n3: ssh: " in bad.stdout and "1 of 3 hosts unhealthy" in bad.stdout

@@ -64,8 +64,8 @@ def captured(frames: int) -> tuple[Channel, list[bytes]]:
     wire = []
     for number in range(frames):
         caller.send(Kind.HEARTBEAT, f"frame {number}".encode())
-        wire.append(bytes(caller._out))
-        caller._out.clear()
+        wire.append(bytes(caller.outgoing))
+        caller.outgoing.clear()
     caller.sock.setblocking(True)
     listener.spare = caller  # type: ignore[attr-defined]
     return listener, wire
@@ -113,8 +113,8 @@ def test_frames_of_another_session_and_the_own_ones_sent_back_are_refused():
         channel.close()
     mirror_listener, mirror_caller = pair()
     mirror_listener.send(Kind.PING, b"{}")
-    own = bytes(mirror_listener._out)
-    mirror_listener._out.clear()
+    own = bytes(mirror_listener.outgoing)
+    mirror_listener.outgoing.clear()
     mirror_caller.sock.setblocking(True)
     mirror_caller.sock.sendall(own)
     with pytest.raises(ProtocolError, match="not signed"):
@@ -304,7 +304,7 @@ def test_a_door_before_which_many_stand_hangs_up_on_none():
             assert done()
 
         callers: list[Channel] = []
-        turn_until(lambda: len(entrance._unauthenticated) == MAX_UNAUTHENTICATED)
+        turn_until(lambda: len(entrance.unauthenticated) == MAX_UNAUTHENTICATED)
         callers += [Channel(sock, TOKEN, listener=False) for sock in socks]
         turn_until(lambda: len(met) == len(socks))
         assert sorted(met) == list(range(len(socks)))

@@ -165,7 +165,7 @@ def _ended(message: str, **changes: object) -> attempts.CompletedAttempt:
 
 
 def test_which_failures_are_the_same_mistake_again():
-    alike = attempts._same_failure
+    alike = attempts.is_same_failure
     mistake = _ended("error: no such dataset")
     assert alike(mistake, _ended("error: no such dataset"))
     assert not alike(mistake, _ended("error: another"))

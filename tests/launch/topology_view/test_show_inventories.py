@@ -303,7 +303,7 @@ def test_a_draft_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", no_room)
     with pytest.raises(TopologyError, match=r"t\.yaml: .*No space left"):
-        show_command._write_new_file(str(tmp_path / "t.yaml"), "nodes: []")
+        show_command.write_new_file(str(tmp_path / "t.yaml"), "nodes: []")
     assert not list(tmp_path.iterdir())
 
 

@@ -65,7 +65,7 @@ def test_what_a_worker_has_pushed_may_be_committed_when_it_has_suspended_itself(
     take_step(model, optimizer)
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()  # pushes during backward
-    held = cluster.servers[0].services[0].tables[0].controller._chunks[0].pending
+    held = cluster.servers[0].services[0].tables[0].controller.chunks[0].pending
     assert comes_true(lambda: 0 in held)
 
     suspend(backend, cluster)
@@ -85,7 +85,7 @@ def test_a_gradient_that_was_pushed_before_its_worker_joined_the_others_again_is
     for model, _ in (first, others[0]):
         model(torch.ones(1, 4)).sum()
     first[0](torch.ones(1, 4)).sum().backward()
-    held = cluster.servers[0].services[0].tables[0].controller._chunks[0].pending
+    held = cluster.servers[0].services[0].tables[0].controller.chunks[0].pending
     assert comes_true(lambda: 0 in held)
     for _ in range(3):
         for model, optimizer in others:
@@ -146,17 +146,17 @@ def test_a_connection_that_another_of_its_worker_replaces_is_over(make):
     cluster = make(servers=1)
     backend = cluster.worker(0)
     model, optimizer = straight(backend)
-    link, kept = backend.client._links[0], []
+    link, kept = backend.client.links[0], []
 
     def cut() -> None:
-        assert link._connection
-        kept.append(link._connection.sock.dup())  # keeps the socket open for the server
+        assert link.connection
+        kept.append(link.connection.sock.dup())  # keeps the socket open for the server
         link.disconnect()
-        link._connect()
+        link.connect()
 
     for _ in range(3):
         backend.client.loop.call_soon(cut)
-        assert comes_true(lambda: link.welcomed and len(cluster.servers[0]._peers) == 1)
+        assert comes_true(lambda: link.welcomed and len(cluster.servers[0].peers) == 1)
         take_step(model, optimizer)
     assert weight(model) == -3
     for sock in kept:

@@ -49,7 +49,7 @@ def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
     first, second = cluster.each(lambda backend: straight(backend) and backend)
     second.client.main = (1, 1)  # sent by the server before, but not rank 0
     cut_off(second)
-    assert comes_true(lambda: not second.client._links[0].welcomed)
+    assert comes_true(lambda: not second.client.links[0].welcomed)
     reached(second, cluster)
     assert comes_true(lambda: second.is_main and not first.is_main)
 
@@ -90,8 +90,8 @@ def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
     service.results.pieces[1] = service.results.pieces[0] * 5
     first.write_results(service, time.monotonic())
     first.remove()
-    assert first._result_writer
-    first._result_writer.join(30)
+    assert first.result_writer
+    first.result_writer.join(30)
     assert not any(tmp_path.iterdir())
     planted = tmp_path / first.folder.name
     planted.mkdir(mode=0o755)
@@ -105,22 +105,22 @@ def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     snapshots = Snapshots(0, interval_seconds=0.0, max_writing_fraction=0.2)
     service = ShardService(0, 1, Strategy(mode="async"), BufferPool())
-    write = snapshots._write
-    monkeypatch.setattr(snapshots, "_write", lambda *words: (time.sleep(0.2), write(*words))[1])
+    write = snapshots.write_file
+    monkeypatch.setattr(snapshots, "write_file", lambda *words: (time.sleep(0.2), write(*words))[1])
     service.retired.add(0)
-    snapshots._seen = [1]  # marks an update since the last snapshot
+    snapshots.written_updates = [1]  # marks an update since the last snapshot
     begun = time.monotonic()
     snapshots.write(service, begun)
-    assert snapshots._writer
-    snapshots._writer.join(10)
-    assert snapshots.path.exists() and snapshots._next >= begun + 0.2 / 0.2
+    assert snapshots.writer
+    snapshots.writer.join(10)
+    assert snapshots.path.exists() and snapshots.next_seconds >= begun + 0.2 / 0.2
 
 
 def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     snapshots = Snapshots(0)
     with contextlib.suppress(OSError), Path("/dev/full").open("wb") as full:  # torch raises a RuntimeError
-        assert not snapshots._write("snapshot.pt", lambda _: torch.save(torch.ones(1000), full))
+        assert not snapshots.write_file("snapshot.pt", lambda _: torch.save(torch.ones(1000), full))
     assert not any(snapshots.folder.iterdir())
 
 
@@ -141,7 +141,7 @@ def test_a_replica_takes_over_when_the_launcher_reports_the_server_dead(make):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     first.loop.call_soon(lambda: first.watch_events(theirs))
     assert comes_true(
-        lambda: (1 in first.services and 1 in first._links) or first.services[0].replication.replica is not None
+        lambda: (1 in first.services and 1 in first.replica_links) or first.services[0].replication.replica is not None
     )
     cluster.report = lambda rank, *, dead: None
     cluster.lose(1)
@@ -162,10 +162,10 @@ def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
     model, optimizer = straight(backend)
     first = cluster.servers[0]
     assert comes_true(lambda: first.services[0].replication.replica is not None)
-    link, addresses = first._links[0], first._links[0]._addresses
+    link, addresses = first.replica_links[0], first.replica_links[0].addresses
 
     def cut() -> None:
-        link._addresses = [("127.0.0.1", 9)] * 2
+        link.addresses = [("127.0.0.1", 9)] * 2
         link.close()
 
     first.loop.call_soon(cut)
@@ -175,7 +175,7 @@ def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
     waits.start()
     waits.join(1)
     assert first.services[0].is_primary and any(buffer.is_waiting for buffer in backend.tables[0].buffers)
-    first.loop.call_soon(lambda: setattr(link, "_addresses", addresses))
+    first.loop.call_soon(lambda: setattr(link, "addresses", addresses))
     waits.join(20)
     assert not waits.is_alive() and weight(model) == -1
 
@@ -242,17 +242,17 @@ def test_a_rebuilt_shard_applies_no_update_again_that_other_workers_have_receive
     for pair in (mine, theirs):
         take_step(*pair)
         weight(pair[0])
-    send = TableRequests._send_value
+    send = TableRequests.send_value
 
     def lossy(self: Any, table: Any, reply: Any, worker: int, connection: Any) -> None:
         if worker:
             send(self, table, reply, worker, connection)
 
-    monkeypatch.setattr(TableRequests, "_send_value", lossy)
+    monkeypatch.setattr(TableRequests, "send_value", lossy)
     take_step(*mine)
     assert comes_true(lambda: weight(theirs[0]) == -3)
     cut_off(first)
-    monkeypatch.setattr(TableRequests, "_send_value", send)
+    monkeypatch.setattr(TableRequests, "send_value", send)
     for number in (0, 1):
         cluster.lose(number)
     for number in (0, 1):
@@ -276,8 +276,8 @@ def test_of_two_servers_that_lose_each_other_the_one_that_reaches_the_workers_co
     cut_off(backend, servers=[isolated])
     for server in cluster.servers:
 
-        def cut(link: ReplicaLink = server._links[server.number]) -> None:
-            link._addresses = [("127.0.0.1", 9)] * 2
+        def cut(link: ReplicaLink = server.replica_links[server.number]) -> None:
+            link.addresses = [("127.0.0.1", 9)] * 2
             link.close()
 
         server.loop.call_soon(cut)
@@ -314,7 +314,9 @@ def test_a_primary_that_was_given_up_hears_of_it_from_who_is_in_charge_now(make)
     first, second = cluster.servers
     assert comes_true(lambda: 0 in second.services and second.services[0].membership.members == {0})
     second.loop.call_soon(lambda: second.services[0].become_primary(5))
-    first.loop.call_soon(lambda: first._links[0].close())
-    assert comes_true(lambda: 0 not in first._links or 0 not in first.services or not first.services[0].is_primary)
+    first.loop.call_soon(lambda: first.replica_links[0].close())
+    assert comes_true(
+        lambda: 0 not in first.replica_links or 0 not in first.services or not first.services[0].is_primary
+    )
     take_step(model, optimizer)
     assert second.services[0].is_primary and weight(model) == -1

@@ -298,7 +298,7 @@ def test_staleness_zero_is_synchronous_sgd_however_many_ranks_a_host_has(paramet
     for trained in results:
         for mine, theirs in zip(trained.parameters(), model.parameters(), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-5)
-    pushed = {who for at in cluster.servers[0].services[0].tables[0].controller._chunks.values() for who in at.clock}
+    pushed = {who for at in cluster.servers[0].services[0].tables[0].controller.chunks.values() for who in at.clock}
     alone = {rank for rank, host in enumerate(hosts) if hosts.count(host) == 1}
     assert pushed == alone | {len(hosts) + hosts.index(host) for host in set(hosts) if hosts.count(host) > 1}
 
@@ -322,14 +322,14 @@ def test_beside_all_servers_every_rank_makes_its_own(parameter_servers, several_
     cluster = parameter_servers(workers=3)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
     shard = cluster.servers[0].services[0].tables[0].controller
-    assert {shard.version(chunk) for chunk in shard._chunks} == {3 * 8}
+    assert {shard.version(chunk) for chunk in shard.chunks} == {3 * 8}
 
 
 def test_without_host_reduction_every_rank_makes_its_own(parameter_servers, several_hosts):
     cluster = parameter_servers(workers=3, host_reduction=False)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
     shard = cluster.servers[0].services[0].tables[0].controller
-    assert {shard.version(chunk) for chunk in shard._chunks} == {3 * 8}
+    assert {shard.version(chunk) for chunk in shard.chunks} == {3 * 8}
 
 
 def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_servers, several_hosts):
@@ -405,7 +405,7 @@ def test_a_member_that_dies_before_the_table_is_known_has_no_effect(parameter_se
     met, ready = threading.Barrier(2, timeout=20), threading.Event()
 
     def begin(backend: ParameterServerStrategy) -> float:
-        backend._form_host_group()
+        backend.form_host_group()
         group, client = backend.client.group, backend.client
         met.wait()
         if backend.world.rank:  # the leader reads this rank's messages after its death
@@ -414,11 +414,11 @@ def test_a_member_that_dies_before_the_table_is_known_has_no_effect(parameter_se
                 (Frame(FrameKind.SHARE_MEMORY, table=0), encode(dead)),
                 (Frame(FrameKind.PUSH, FrameFlag.SHARED, step=1), b""),
             )
-            client.loop.call_soon(lambda: [group._leader.send(*each) for each in early])
+            client.loop.call_soon(lambda: [group.leader.send(*each) for each in early])
             backend.prepare_model(nn.Linear(4, 1, bias=False), find_unused_parameters=False)
             ready.wait(20)
             return -1.0
-        assert group.is_leader and comes_true(lambda: len(group._early) > 1)
+        assert group.is_leader and comes_true(lambda: len(group.early_frames) > 1)
         model, optimizer = straight(backend)
         ready.set()
         take_step(model, optimizer)

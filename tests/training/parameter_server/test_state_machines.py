@@ -231,7 +231,7 @@ class Anything(RuleBasedStateMachine):
                 if self.replica:
                     self.log.append((effect.chunk, updates, effect.version, effect.entry))
             elif isinstance(effect, PushReply):
-                at = self.primary.controller._chunks[effect.chunk]
+                at = self.primary.controller.chunks[effect.chunk]
                 behind = min((at.clock.get(m, 0) for m in self.primary.controller.members), default=effect.step)
                 assert self.bound is None or effect.step - behind <= self.bound
                 if self.workers[effect.worker].connected:
@@ -501,7 +501,8 @@ def test_momenta_are_kept_together_and_one_by_one():
     later.restore(updater.state())  # restores as from a checkpoint
     later.value.data.copy_(updater.value.data)
     for one in (updater, again):
-        one._momenta = {worker: momentum.clone() for worker, momentum in one._momenta.items()}
+        state = one.full_state()
+        one.restore_full_state(state | {"momenta": {worker: own.clone() for worker, own in state["momenta"].items()}})
         one.apply(torch.ones(3), with_own_momentum(SGD, OPTIONS, 1))
     torch.testing.assert_close(again.value, updater.value)
     torch.testing.assert_close(again.full_state()["momenta"], updater.full_state()["momenta"])

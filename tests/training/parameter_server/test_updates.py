@@ -129,7 +129,7 @@ def test_a_checkpoint_has_the_mean_of_the_momenta_of_all(make):
     optimizer.state_dict()  # waits until the server has the push
     updater = cluster.servers[0].services[0].tables[0].optimizers[0]
     for worker, number in ((0, 1.0), (1, -2.0)):
-        updater.apply(torch.full((4,), number), with_own_momentum(OptimizerSpec("SGD"), dict(updater._options), worker))
+        updater.apply(torch.full((4,), number), with_own_momentum(OptimizerSpec("SGD"), dict(updater.options), worker))
     saved = optimizer.state_dict()["state"][0]["momentum_buffer"]
     one, other = updater.full_state()["momenta"].values()
     assert not torch.equal(one, other) and torch.allclose(saved.flatten(), (one + other) / 2)
@@ -150,7 +150,7 @@ def test_all_who_ask_for_a_value_get_one_copy_of_it(make):
     assert bytes(copies[0]) == before != bytes(table.snapshot(0))
     del copies
     deadline = time.monotonic() + 10
-    while table._snapshots[0][1]() is not None:  # the server's thread releases its sent buffers
+    while table.snapshot_cache[0][1]() is not None:  # the server's thread releases its sent buffers
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -225,13 +225,13 @@ def test_the_next_optimizer_is_made_though_all_have_lost_another_server_meanwhil
 
 def test_gradients_on_their_way_do_not_come_after_the_end_of_their_optimizer(make, monkeypatch):
     monkeypatch.setattr(ServerLink, "offer_memory", lambda self, table: None)
-    held_until, own = [0.0], wire.Connection._next
+    held_until, own = [0.0], wire.Connection.start_next_outgoing
 
     def slow(self: wire.Connection) -> bool:
         is_push = self._queue and self._queue[0][2].frame.kind is FrameKind.PUSH
         return False if is_push and time.monotonic() < held_until[0] else own(self)
 
-    monkeypatch.setattr(wire.Connection, "_next", slow)
+    monkeypatch.setattr(wire.Connection, "start_next_outgoing", slow)
 
     def work(backend: ParameterServerStrategy) -> float:
         model, optimizer = straight(backend)
@@ -264,13 +264,13 @@ def test_what_main_reads_for_all_travels_in_pieces(make, again):
     large = bytes(range(250)) * 4
 
     def read(backend: ParameterServerStrategy) -> bytes:
-        backend._collectives._piece_bytes = 100
+        backend.collectives.piece_bytes = 100
         straight(backend)
         return backend.from_main(lambda: large)
 
     assert cluster.each(read) == [large] * 2
     first = next(backend for backend in cluster.backends if backend.world.rank == 0)
-    assert first._collectives._store(1, b"another's") is False  # a new main rank queries the stored values
+    assert first.collectives.store(1, b"another's") is False  # a new main rank queries the stored values
     cluster.backends[0].client.close()
     substitute = again(cluster, cluster.backends[0].world.rank)
     straight(substitute)

@@ -45,7 +45,9 @@ class HostLeader(HostGroup):
         self._buffers: dict[int, dict[int, ChunkBuffer]] = {}  # send buffers of the mean
         self._connections: dict[int, Connection] = {}
         self._memory: dict[tuple[int, int], MappedArena] = {}  # memory of the members, by worker and table
-        self._early: list[tuple[Connection, Frame, Any]] = []  # frames of tables that this worker does not have yet
+        self.early_frames: list[
+            tuple[Connection, Frame, Any]
+        ] = []  # frames of tables that this worker does not have yet
         self._retired: set[int] = set()
         self._away: dict[int, float] = {}  # workers that wait in another operation, with the start time
         self._connect_deadline = float("inf")
@@ -119,7 +121,7 @@ class HostLeader(HostGroup):
             buffer.on_reply = self._on_server_reply
         self._buffers[number] = buffers
         self.client.offer_memory(number, arenas)
-        waiting, self._early = self._early, []
+        waiting, self.early_frames = self.early_frames, []
         for connection, frame, payload in waiting:
             if self._connections.get(connection.peer) is connection:  # it may have died meanwhile
                 self._on_frame(connection, frame, payload)
@@ -201,7 +203,7 @@ class HostLeader(HostGroup):
         elif table in self._retired:
             return
         elif table not in self._aggregators:
-            self._early.append((connection, frame, payload))
+            self.early_frames.append((connection, frame, payload))
         elif frame.kind is FrameKind.SHARE_MEMORY:
             try:
                 self._memory[worker, table] = MappedArena(decode(payload), self._tables[table].sizes)
@@ -223,7 +225,7 @@ class HostLeader(HostGroup):
             connection.send(Frame(FrameKind.DONE, table=table, step=frame.step, version=last))
 
     def _on_closed(self, connection: Connection) -> None:
-        self._early = [entry for entry in self._early if entry[0] is not connection]
+        self.early_frames = [entry for entry in self.early_frames if entry[0] is not connection]
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
             self._memory = {key: memory for key, memory in self._memory.items() if key[0] != connection.peer}

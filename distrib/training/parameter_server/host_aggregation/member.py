@@ -18,7 +18,7 @@ class HostMember(HostGroup):
     def __init__(self, client: ServerConnections, push_id: int, leader_socket: bytes, *, synchronous: bool) -> None:
         super().__init__(client, push_id, synchronous=synchronous)
         self._leader_socket = leader_socket
-        self._leader: Connection | None = None
+        self.leader: Connection | None = None
         self._joins: dict[int, Future[int]] = {}
 
     def begin(self) -> None:
@@ -29,18 +29,18 @@ class HostMember(HostGroup):
             sock.close()
             self._leave()
             return
-        self._leader = Connection(
+        self.leader = Connection(
             self.client.loop, sock, self.client.key, listener=False, on_frame=self._on_frame, on_closed=self._leave
         )
-        self._leader.send(Frame(FrameKind.HELLO), encode(self.client.rank))
+        self.leader.send(Frame(FrameKind.HELLO), encode(self.client.rank))
 
     def close(self) -> None:
-        if self._leader:
-            self._leader.close()
+        if self.leader:
+            self.leader.close()
 
     def _leave(self) -> None:
         """Push to the servers directly from now on. Pushes in flight count as rejected, so that none is applied twice."""
-        self._leader = None
+        self.leader = None
         pushes, self._pushes = self._pushes, {}
         steps: dict[int, int] = {}
         for push in pushes.values():
@@ -63,8 +63,8 @@ class HostMember(HostGroup):
             self._excluded.update(self._tables)
 
     def _send(self, frame: Frame, payload: Any = b"") -> None:
-        if self._leader:
-            self._leader.send(frame, payload)
+        if self.leader:
+            self.leader.send(frame, payload)
 
     def _add_table(self, number: int, table: HostTable) -> None:
         self._tables[number] = table
@@ -77,7 +77,7 @@ class HostMember(HostGroup):
         self._send(Frame(FrameKind.RESUME))
 
     def _join(self, table: int, future: Future[int]) -> None:
-        if self._leader is None:
+        if self.leader is None:
             future.set_result(0)
             return
         number = max(self._joins, default=0) + 1
