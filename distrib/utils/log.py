@@ -1,6 +1,6 @@
 """Messages on standard error: `logging` loggers `distrib.<area>` with one format, `<program>: <level>: <message>`.
 
-Standard library only. A program may replace the handler of the logger `distrib`, as of any library.
+A program may replace the handler of the logger `distrib`, as of any library.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+
+from distrib.errors import DistribError
 
 PROGRAMS = {"distrib.launch": "distrib-launch", "distrib.topo": "distrib-topo"}
 """Prefix of messages by logger; `distrib` for all others."""
@@ -20,7 +22,15 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if getattr(record, "plain", False) else LEVELS.get(record.levelname, "")
         with contextlib.suppress(OSError, ValueError):
-            print(f"{PROGRAMS.get(record.name, 'distrib')}: {level}{record.getMessage()}", file=sys.stderr, flush=True)
+            print(f"{PROGRAMS.get(record.name, 'distrib')}: {level}{_text(record)}", file=sys.stderr, flush=True)
+
+
+def _text(record: logging.LogRecord) -> str:
+    """Return the message; on a terminal the hint of an error has its own line."""
+    error = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    if isinstance(error, DistribError) and error.hint and sys.stderr.isatty():
+        return f"{error.what}\n  {error.hint}"
+    return record.getMessage()
 
 
 def get_logger(area: str) -> logging.Logger:

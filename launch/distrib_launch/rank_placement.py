@@ -24,6 +24,9 @@ THIS_MACHINE = "this machine"
 SERVER_COMMAND = ("-m", "distrib.training.parameter_server")
 """Words of a parameter server's command after the interpreter."""
 
+NO_SLOTS = "no slots given"
+"""Begin of the note on a list of hosts without any counts, which a launch prints with `-v` only."""
+
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Part of one host in a job: connection and ranks, of which the last `servers` are parameter servers."""
@@ -161,12 +164,13 @@ def _notes_on_slots(
         if each.host.slots is not None or each.indices is not None:
             continue
         if gpus and gpus.count:
-            notes.append(f"{name}: no slots given; one per GPU of the topology, {gpus.count}")
+            notes.append(f"{name}: {NO_SLOTS}; one per GPU of the topology, {gpus.count}")
         else:
             bare.append(name)
     if bare:
         more = "--ntasks-per-node=N or -np N" if from_slurm else f"write {bare[0]}:N or slots=N"
-        notes.append(f"{name_hosts(bare)}: no slots given; 1 rank each ({more} for more)")
+        every = "" if len(bare) == len(selected) and not from_slurm else f"{name_hosts(bare)}: "
+        notes.append(f"{every}{NO_SLOTS}; 1 rank each ({more} for more)")
     return notes
 
 

@@ -38,7 +38,6 @@ from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.plan_builder import LocalMachine
 from distrib_launch.preflight import interface_selection
 from distrib_launch.rank_agent import affinity
-from distrib_launch.rank_agent.affinity import HostResources
 from distrib_launch.rank_environment import is_secret
 from distrib_launch.results import Failure, Result
 
@@ -149,8 +148,8 @@ def plan_launch(
     if in_image:
         resolved = kubernetes.in_image(resolved, options.script, options.run_dir)
     local = local_machine(resolved.environment)
-    if hosts is None and resolved.ranks and local.machine and not options.oversubscribe:
-        _refuse_oversubscription(resolved.ranks, local.machine)
+    if engine == "mpirun" and not options.oversubscribe:
+        _refuse_oversubscription(resolved, hosts, local)
     plan = plan_builder.build_plan(resolved, hosts, topology, local)
     plan = _add_forecast(plan, resolved, hosts, topology, local)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_notes(options, plan, hosts, topology)))
@@ -241,14 +240,17 @@ def _check_script(given: str, *, is_local: bool, is_program: bool) -> None:
     script = Path(_program_path(given) if is_program else given)
     is_interpreter = script.name.startswith("python") and script.suffix != ".py"
     if not files.is_file(script):
-        near = difflib.get_close_matches(script.name, [path.name for path in script.parent.glob("*.py")], n=1)
+        is_folder = files.is_dir(script)
+        folder = script if is_folder else script.parent
+        scripts = sorted(path.name for path in folder.glob("*.py"))
+        near = scripts[:1] if is_folder else difflib.get_close_matches(script.name, scripts, n=1, cutoff=0.75)
         hint = (
-            f"did you mean {script.with_name(near[0])}?"
+            f"did you mean {folder / near[0]}?"
             if near
             else "options of distrib-launch stand before the script, the script's own after it"
         )
         raise ConfigError(
-            f"{given}: {'is a directory' if files.is_dir(script) else 'no such script'}",
+            f"{given}: {'is a directory' if is_folder else 'no such script'}",
             hint=NO_INTERPRETER_HINT if is_interpreter else hint,
             code="script-missing",
         )
@@ -273,14 +275,16 @@ def _check_script(given: str, *, is_local: bool, is_program: bool) -> None:
             )
 
 
-def _refuse_oversubscription(ranks: int, machine: HostResources) -> None:
-    """Raise ConfigError for far more ranks on this machine than it has cores: they would make it unusable."""
-    cores = sum(map(len, machine.nodes.values()))
-    if ranks > MAX_RANKS_PER_CORE * cores:
+def _refuse_oversubscription(options: LaunchOptions, hosts: HostList | None, local: LocalMachine) -> None:
+    """Raise ConfigError for far more ranks on this machine alone than it has cores: they would make it unusable."""
+    cores = sum(map(len, local.machine.nodes.values())) if local.machine else 0
+    listed = hosts.hosts if hosts and options.host_filter.is_empty else ()
+    ranks = options.ranks or sum(host.slots or 1 for host in listed)
+    if cores and ranks > MAX_RANKS_PER_CORE * cores and {host.name for host in listed} <= local.names:
+        given = f"-np {ranks}" if options.ranks else f"{ranks} slots of {options.hosts}"
         raise ConfigError(
-            f"-np {ranks}: this machine has {units.count_text(cores, 'core')}, expected at most "
-            f"{MAX_RANKS_PER_CORE * cores} ranks",
-            hint="lower -np, or add --oversubscribe",
+            f"{given}: this machine has {units.count_text(cores, 'core')}, expected at most {MAX_RANKS_PER_CORE * cores} ranks",
+            hint="start fewer ranks, or add --oversubscribe",
             code="too-many-ranks",
         )
 

@@ -158,7 +158,7 @@ def test_two_runs_at_once_from_other_threads():
         ({"colour": "blue"}, "distrib_launch.run has no option 'colour'"),
         (
             {"dry_run": True},
-            "no option 'dry_run'; its options are those of distrib-launch --help, except dry-run, json",
+            "no option 'dry_run'; its options are those of distrib-launch --help-all, except dry-run, json",
         ),
         ({"sync": ""}, "--sync: it is empty"),
         ({"np": 0}, "'0' is not a valid number of ranks"),

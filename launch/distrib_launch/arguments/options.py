@@ -62,7 +62,16 @@ class Parser(argparse.ArgumentParser):
             ConfigError: Always.
         """
         code = "option-missing" if "required" in message else ""
-        raise ConfigError(message, hint=f"see {self.prog} --help", code=code)
+        what, _, hint = message.removeprefix("argument ").partition("; ")
+        raise ConfigError(what, hint=hint or f"see {self.prog} --help", code=code)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = [str(choice) for choice in action.choices or ()]
+        if choices and value not in (action.choices or ()):
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            name = "/".join(action.option_strings) or "command"
+            raise ConfigError(f"{name} {value}: unknown, expected {', '.join(choices)}", hint=hint)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         """Parse a command line, and reject empty values, such as those of unset shell variables.
@@ -110,15 +119,14 @@ class Parser(argparse.ArgumentParser):
         hint = ""
         if word.startswith("-"):
             near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=MIN_SIMILARITY)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"did you mean {near[0]}?" if near else ""
             if "-np" in self._option_string_actions:
-                other = OTHER_LAUNCHERS.get(word.lstrip("-").replace("_", "-"))
-                hint = f"; {other}" if other else hint or f"; {OF_SCRIPT}"
+                hint = OTHER_LAUNCHERS.get(word.lstrip("-").replace("_", "-")) or hint or OF_SCRIPT
         elif "-H" in self._option_string_actions and HOST_FILE_NAME.search(word.rpartition("/")[2]):
             is_topology = word.endswith(("yaml", "yml"))
-            hint = f"; {'a topology is named with --topology' if is_topology else 'hosts are named with -H'} {word}"
-        what = f"unrecognized arguments: {' '.join(unknown)}{hint}"
-        raise ConfigError(what, hint=f"see {self.prog} --help", code="option-unknown")
+            hint = f"{'a topology is named with --topology' if is_topology else 'hosts are named with -H'} {word}"
+        what = f"unrecognized arguments: {' '.join(unknown)}"
+        raise ConfigError(what, hint=hint or f"see {self.prog} --help", code="option-unknown")
 
 
 class _AppendFilter(argparse.Action):
@@ -188,7 +196,7 @@ def option_words(
         if name not in known or name in excluded:
             near = difflib.get_close_matches(name, set(known).difference(excluded), n=1)
             but = f", except {', '.join(excluded)}" if excluded else ""
-            hint = f"did you mean {near[0]}?" if near else f"its options are those of {parser.prog} --help{but}"
+            hint = f"did you mean {near[0]}?" if near else f"its options are those of {parser.prog} --help-all{but}"
             raise ConfigError(f"{source} has no option {key!r}", hint=hint, code="option-unknown")
         action, flag = known[name], f"--{name}"
         if action.nargs == 0:

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     signals.raise_on_termination()  # until a job runs, which handles signals itself
     arguments = None
+    problem: object = "interrupted"
     ignore_closed_streams()
     if not (sys.argv[1:] if argv is None else argv) and not is_completing():
         print(f"usage: {USAGE}\n\n{EXAMPLES}\ndistrib-launch --help lists the options.", file=sys.stderr)
@@ -40,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse_with_config(command_parser, argv)
         return _run(arguments)
     except DistribError as error:
-        status, exit_code, code, message = "failed", error.exit_code, error.code, str(error)
+        status, exit_code, code, problem = "failed", error.exit_code, error.code, error
     except KeyboardInterrupt as interrupt:
-        status, exit_code, code, message = "stopped", signals.exit_code(interrupt), "stopped", "interrupted"
-    report_error(message)
+        status, exit_code, code = "stopped", signals.exit_code(interrupt), "stopped"
+    report_error(problem)
     # If parsing failed, `--json` is searched in the words; one among the script's arguments is harmless.
     if arguments.json if arguments else "--json" in (sys.argv[1:] if argv is None else argv):
         with contextlib.suppress(DistribError):  # standard output itself may have failed
-            _print_json({"status": status, "exit_code": exit_code, "code": code, "error": message})
+            _print_json({"status": status, "exit_code": exit_code, "code": code, "error": str(problem)})
     return exit_code
 
 

@@ -70,6 +70,9 @@ def _run(argv: Sequence[str] | None) -> int:
     command = None if is_completing() else next((word for word in words if word in COMMANDS), "")
     parser, verbs = build_parser(command)
     complete_words(parser)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         options, unknown = parser.parse_known_args(words)
         if unknown:

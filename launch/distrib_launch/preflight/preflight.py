@@ -106,13 +106,12 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True, rename={"transp
         return fold_by_host((check.host, str(check)) for check in self.checks if check.status == status)
 
     def refusal(self) -> PreflightError:
-        """Return the error that refuses the launch, with all results."""
-        more = [f"warning: {line}" for line in self.lines("warning")]
+        """Return the error that refuses the launch, with all results; a single one needs no table."""
+        problems = [*self.lines("error"), *(f"warning: {line}" for line in self.lines("warning"))]
+        if len(problems) > 1:
+            problems += ["", table_text(self.hosts, self.checks, self.transport)]
         first = {host: next(check for check in self.errors if check.host == host).reason for host in self.bad_hosts}
-        return PreflightError(
-            "\n".join([*self.lines("error"), *more, "", table_text(self.hosts, self.checks, self.transport)]),
-            hosts=first,
-        )
+        return PreflightError("\n".join(problems), hosts=first)
 
 
 # -- queries ----------------------------------------------------------------------------------------------------------

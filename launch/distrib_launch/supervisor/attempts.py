@@ -20,7 +20,7 @@ from distrib_launch.launch_plan import LaunchPlan, without_secrets
 from distrib_launch.open_files import require_open_files
 from distrib_launch.preflight.gate import PreflightGate
 from distrib_launch.preflight.host_sessions import HostSessions
-from distrib_launch.rank_placement import HostPlan
+from distrib_launch.rank_placement import NO_SLOTS, HostPlan
 from distrib_launch.results import Attempt, Failure, Result
 from distrib_launch.rsync import sync
 from distrib_launch.status_lines import rank_count
@@ -248,7 +248,8 @@ class AttemptLoop:
 
     def _print_notes(self, plan: LaunchPlan) -> None:
         for note in plan.notes:
-            if note not in self._printed_notes:
+            is_detail = note.startswith(NO_SLOTS) and not self._options.verbose
+            if note not in self._printed_notes and not is_detail:
                 self._printed_notes.add(note)
                 self._console.say(f"note: {note}")
 

@@ -24,7 +24,6 @@ def refused(run, cluster, host, check, *words):
     assert f"distrib-launch: error: {host}: {check}: " in run.err, run
     for word in words:
         assert word in run.err, run
-    assert "ERROR" in run.err  # the table
     result = json.loads((run.run_dir / "result.json").read_text())
     assert (result["status"], result["exit_code"], result["ranks"]) == ("failed", 3, [])
     assert cluster.left_over(within_seconds=6) == {}
@@ -270,16 +269,16 @@ def test_a_hostfile_without_its_option_is_no_script(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["distrib-topo", "probe", "--quikc"], "--quikc; did you mean --quick?; see distrib-topo probe --help"),
+        (["distrib-topo", "probe", "--quikc"], "--quikc; did you mean --quick?"),
         (
             ["distrib-topo", "show", "up.yaml"],
-            "up.yaml; a topology is named with --topology up.yaml; see distrib-topo show",
+            "up.yaml; a topology is named with --topology up.yaml",
         ),
         (
             ["distrib-topo", "show", "hosts.txt"],
-            "hosts.txt; hosts are named with -H hosts.txt; see distrib-topo show --help",
+            "hosts.txt; hosts are named with -H hosts.txt",
         ),
-        (["distrib-launch", "--timout=3", "x.py"], "did you mean --timeout?; see distrib-launch --help"),
+        (["distrib-launch", "--timout=3", "x.py"], "did you mean --timeout?"),
     ],
 )
 def test_an_option_that_is_none_is_told_with_the_one_that_may_have_been_meant(words, told):
