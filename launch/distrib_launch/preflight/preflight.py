@@ -108,10 +108,13 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True, rename={"transp
     def refusal(self) -> PreflightError:
         """Return the error that refuses the launch, with all results; a single one needs no table."""
         problems = [*self.lines("error"), *(f"warning: {line}" for line in self.lines("warning"))]
+        hint = ""
         if len(problems) > 1:
             problems += ["", table_text(self.hosts, self.checks, self.transport)]
+        else:
+            problems[0], _, hint = problems[0].partition("; ")
         first = {host: next(check for check in self.errors if check.host == host).reason for host in self.bad_hosts}
-        return PreflightError("\n".join(problems), hosts=first)
+        return PreflightError("\n".join(problems), hint=hint, hosts=first)
 
 
 # -- queries ----------------------------------------------------------------------------------------------------------
