@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -22,6 +22,7 @@ from distrib.training.job_parts import JobParts
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.nan_guard import OnNan
 from distrib.training.prepare import PrepareOptions
+from distrib.training.progress import show_progress
 from distrib.training.rendezvous import join
 from distrib.training.strategies.base import TrainingStrategy, create_strategy
 from distrib.training.world import find_device, find_world, planned_world, refuse_worker_process
@@ -360,6 +361,19 @@ class Job:
         """
         if self.is_main:
             print(*values, sep=sep, end=end, file=file, flush=flush)
+
+    def progress(self, items: Iterable[T], /, *, total: int | None = None, text: str = "") -> Iterator[T]:
+        """Iterate over items, with a progress bar on the main rank. Uses tqdm if it is installed, else prints a line every 10 s.
+
+        Args:
+            items: Such as a prepared loader.
+            total: Number of items; None: their length, if they have one.
+            text: Text before the bar.
+
+        Example:
+            for inputs, targets in job.progress(loader, text=f"epoch {epoch}"):
+        """
+        return show_progress(items, total=total, text=text, is_shown=self.is_main)
 
     def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = 5, steps: int = 20) -> None:
         """Measure the next steps and write a workload for `distrib-topo plan`. Call it before `prepare`, in a job of one rank.

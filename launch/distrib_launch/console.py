@@ -29,6 +29,9 @@ from distrib_launch.output_filter import OutputFilter
 LOG_TIME = re.compile(rb"^\[([IWE])\d{3,4} [\d:.]+ ")
 """Prefix of torch's log lines, with a time that differs between ranks in otherwise equal lines."""
 
+AFTER_BAR = re.compile(rb"distrib: |(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
+"""Beginning of a message that a rank prints while its progress bar stands on the line."""
+
 UP = b"\x1b[A"
 """Escape sequence that moves the cursor to the line above."""
 
@@ -175,6 +178,8 @@ class Console:
         self._tags: dict[tuple[int, int], bytes] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
         self._bar = b""
+        self._bar_rank = len(hosts)
+        """Lowest rank that has drawn a progress bar; bars of other ranks are not shown."""
         self._bar_at = time.monotonic()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
@@ -278,10 +283,18 @@ class Console:
             if not lines:
                 return
             whole = b"\n".join(lines)
-        if b"\r" in whole:  # a progress bar: show its last state on each line
-            whole = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole.split(b"\n"))
-        lines = whole.split(b"\n")
+        lines = [text for line in whole.split(b"\n") if (text := self._without_bar(rank, line)) is not None]
         self._show_lines(rank, descriptor, self._filter.add(rank, lines) if descriptor == 2 else lines)
+
+    def _without_bar(self, rank: int, line: bytes) -> bytes | None:
+        """Return a line as it is shown: a message without the bar before it, or the last state of a bar; None for bars of other ranks."""
+        _, drawn, text = line.rstrip(b"\r").rpartition(b"\r")
+        if not drawn:
+            return text
+        if message := AFTER_BAR.search(text):
+            return text[message.start() :]
+        self._bar_rank = min(self._bar_rank, rank)
+        return text if rank == self._bar_rank else None
 
     def _show_lines(self, rank: int, descriptor: int, lines: list[bytes]) -> None:
         if not self._deduplicators:
@@ -304,7 +317,8 @@ class Console:
             return
         self._bar_at = time.monotonic()
         drawn = min((key for key, partial in self._partial.items() if b"\r" in partial.rstrip(b"\r")), default=None)
-        if drawn:
+        if drawn and drawn[0] <= self._bar_rank:
+            self._bar_rank = drawn[0]
             bar = _without_way_up(self._partial[drawn]).rstrip(b"\r").rpartition(b"\r")[2]
             if bar.strip() and bar != self._bar:
                 self._bar = bar

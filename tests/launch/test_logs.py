@@ -142,6 +142,29 @@ def test_how_far_a_progress_bar_is_is_shown_now_and_then():
     assert streams[0].getvalue() == ""
 
 
+def test_only_the_bar_of_the_lowest_rank_is_shown():
+    terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))
+    for rank in (0, 1):
+        terminal.rank_output(rank, 2, b"\r 10%%\r%d00%%\nrank %d\n" % (rank + 1, rank))
+    terminal.rank_output(1, 2, b"\r 20%")
+    terminal.finish_rank(1)
+    terminal.close()
+    assert shown.getvalue().splitlines() == ["[0@n1] 100%", "[0@n1] rank 0", "[1@n1] rank 1"]
+
+
+def test_messages_begin_on_their_own_line_after_a_progress_bar():
+    terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))
+    terminal.rank_output(0, 2, b"\r 10%")
+    terminal.say("note: of the launcher")
+    terminal.rank_output(0, 2, b"distrib: warning: of rank 0\n")
+    terminal.rank_output(1, 2, b"\r 10%Traceback (most recent call last):\nKeyError: 1\n")
+    terminal.close()
+    assert shown.getvalue().splitlines() == [
+        "distrib-launch: note: of the launcher", "[0@n1] distrib: warning: of rank 0",
+        "[1@n1] Traceback (most recent call last):", "[1@n1] KeyError: 1",
+    ]  # fmt: skip
+
+
 def test_a_progress_bar_within_another_is_drawn_on_no_line_of_its_own():
     """tqdm moves one line down, draws the inner bar and moves up again, with a terminal or without."""
     terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))

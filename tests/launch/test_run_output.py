@@ -169,3 +169,21 @@ def test_a_long_silence_is_hinted_at_once():
     for seconds in (59, 65, 66):
         detector.check(started + seconds, [])
     assert len(said) == 1 and "for 60 s" in said[0] and "after 600 s" in said[0]
+
+
+@pytest.mark.forked
+def test_messages_begin_on_their_own_line_after_progress_bars(launch, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys, time, distrib\nfrom distrib.utils.log import get_logger\njob = distrib.init()\n"
+        "print('\\r 10%', end='', file=sys.stderr, flush=True)\n"
+        "if job.is_main:\n    get_logger('training').warning('of rank 0')\n"
+        "print('\\r 20%', end='', file=sys.stderr, flush=True)\n"
+        "job.barrier()\nif job.rank:\n    raise KeyError('batch')\njob.barrier()\n"
+    )
+    run = launch("-np", "2", path)
+    lines = run.err.splitlines()
+    assert "[0@localhost] distrib: warning: of rank 0" in lines, run
+    assert "[1@localhost] Traceback (most recent call last):" in lines, run
+    assert "distrib-launch: error: rank 1 on localhost failed first: KeyError: 'batch'" in lines, run
+    assert not any(line.startswith("[1@localhost]") and "%" in line for line in lines), run

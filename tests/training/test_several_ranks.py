@@ -108,3 +108,24 @@ def test_weights_of_batches_types_and_changed_parameters(lessons, strategy):
     result = run_ranks(2, SCRIPTS / "weights.py", lessons, DISTRIB_STRATEGY=json.dumps(strategy))
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == lessons.split(",")
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_progress_is_shown_by_the_main_rank_only(tmp_path, has_tqdm):
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import sys, types, distrib\nfrom distrib.training import progress\n"
+        "class Bar:\n"
+        "    def __init__(self, items, desc, total):\n        self.items, self.text = items, f'{desc} {total}'\n"
+        "    def __enter__(self):\n        return self.items\n"
+        "    def __exit__(self, *_):\n        print(self.text, 'closed', file=sys.stderr)\n"
+        f"progress.tqdm, progress.LINE_INTERVAL_SECONDS = {'Bar' if has_tqdm else None}, 60.0\n"
+        "job = distrib.init()\n"
+        "seen = [item for item in job.progress(range(job.rank, job.rank + 3), text='epoch 1')]\n"
+        "print(f'rank {job.rank}: {seen}')\n"
+    )
+    result = run_ranks(2, script)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0: [0, 1, 2]", "rank 1: [1, 2, 3]"]
+    shown = "epoch 1 None closed" if has_tqdm else "epoch 1: 3 of 3, "
+    assert [line.startswith(shown) for line in result.stderr.splitlines() if "epoch 1" in line] == [True], result.stderr
