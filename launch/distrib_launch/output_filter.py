@@ -21,10 +21,10 @@ LOST_CONNECTION = re.compile(
     r"ncclRemoteError|remote process exited|communicator was aborted|NCCL communicator .* aborted|"
     r"socket has failed to connect|recvValue failed|MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED|"
     r"gloo.*timed out|timed out waiting .*ms for recv|watchdog caught collective operation timeout|"
-    r"HorovodInternalError|failed to recv, got 0 bytes",
+    r"HorovodInternalError|failed to recv, got 0 bytes|of this host exited in the middle of a step",
     re.IGNORECASE,
 )
-"""Messages of Gloo, NCCL, torch's store, MPI and Horovod after another rank died."""
+"""Messages of Gloo, NCCL, torch's store, MPI, Horovod and distrib after another rank died."""
 
 TRACEBACK = re.compile(rb"(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
 FRAME = re.compile(rb"(\[rank\d+\]: ?)?(\s|$)")

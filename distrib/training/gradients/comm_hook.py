@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +209,7 @@ class HierarchicalHook(GradientHook):
         """
         if bucket.index() == 0:
             self._begin_step()
+            _call_after_backward(self._thread.check)
         buffer = bucket.buffer()
         dtype, width = buffer.dtype, buffer.element_size()
         if self._sizes and self._sizes[-1][0] != dtype:
@@ -265,6 +266,12 @@ class HierarchicalHook(GradientHook):
             self._must_reset = True
         self._last_times = self._times
         self._steps += 1
+
+
+def _call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the present backward pass, after DDP has waited for all buckets."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(function))  # DDP queues its own callback in between
 
 
 def _release(thread: AllReduceThread, groups: Sequence[dist.ProcessGroup], process: int) -> None:

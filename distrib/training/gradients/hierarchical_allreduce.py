@@ -150,9 +150,14 @@ class AllReduceThread:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._pending.append(_PendingResult(buckets, future, value))
         if self._failure is not None:
-            self._fail(self._failure)
+            self._release_pending()
         self._memory.wake()
         return future
+
+    def check(self) -> None:
+        """Raise the error that ended the thread. Results after it have not been summed."""
+        if self._failure is not None:
+            raise self._failure
 
     def reset(self) -> None:
         """Drop error feedback between steps, after bucket boundaries have changed."""
@@ -198,7 +203,7 @@ class AllReduceThread:
                     self._memory.wait()
         except Exception as error:
             self._failure = error
-            self._fail(error)
+            self._release_pending()
 
     def _begin(self) -> None:
         """Start the buckets that all ranks of the host have copied."""
@@ -261,13 +266,14 @@ class AllReduceThread:
             pending = self._pending.popleft()
             pending.future.set_result(pending.value)
 
-    def _fail(self, error: Exception) -> None:
+    def _release_pending(self) -> None:
+        """Complete results after a failure, which `check` raises: DDP replaces an exception in a future by an error of its own."""
         while True:
             try:
                 pending = self._pending.popleft()
             except IndexError:
                 return
-            pending.future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            pending.future.set_result(pending.value)
 
 
 def _group_by_host(names: Sequence[Hashable]) -> list[list[int]]:
@@ -380,4 +386,5 @@ class HierarchicalAllReduce:
         for number, (start, end) in enumerate(itertools.pairwise((0, *even_bounds(size, -(-size // buckets))))):
             self.thread.add(CommBucket(number=number, start=start, end=end, dtype=torch.float32))
         self.thread.result_after(self.thread.added, self.result(0, 4, torch.float32)).wait()
+        self.thread.check()
         return time.perf_counter() - begun

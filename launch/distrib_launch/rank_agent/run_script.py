@@ -93,6 +93,15 @@ def _headline(error: BaseException) -> str:
     return f"{name}: {first}" if first else name
 
 
+def _is_secondary(error: BaseException | None) -> bool:
+    """Return True if the error, or one that it follows from, is distrib's report that another rank or a server has ended."""
+    while error is not None:
+        if getattr(error, "code", "") in ("peer-exited", "server-unreachable"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _write_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -102,7 +111,7 @@ def _write_error_file(error: BaseException) -> None:
         import traceback
 
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
-        extra = {"py_callstack": shown[-65536:], "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": shown[-65536:], "timestamp": str(int(time.time())), "secondary": _is_secondary(error)}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": _headline(error), "extraInfo": extra}}, file)
     except Exception:  # out of memory or of open files; stderr has the traceback
@@ -149,7 +158,7 @@ def main() -> int:
     except SystemExit as leaving:
         code = leaving.code
         reporter.exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
-        raise
+        sys.exit(code)  # distrib replaces sys.exit to learn of failures; the script may have raised SystemExit itself
     return 0
 
 

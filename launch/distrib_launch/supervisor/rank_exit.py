@@ -16,6 +16,8 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     message: str
     traceback: str
+    secondary: bool = False
+    """True if the rank reported that it failed because another rank or a server had ended."""
 
 
 class RankExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +81,11 @@ def parse_error_record(text: str) -> ErrorRecord | None:
     try:
         record: Any = msgspec.json.decode(text)["message"]
         message = record if isinstance(record, str) else record["message"]
-        traceback = "" if isinstance(record, str) else record["extraInfo"]["py_callstack"]
-        return ErrorRecord(message=message.strip().splitlines()[0], traceback=traceback.strip("\n"))
+        extra = {"py_callstack": ""} if isinstance(record, str) else record["extraInfo"]
+        return ErrorRecord(
+            message=message.strip().splitlines()[0],
+            traceback=extra["py_callstack"].strip("\n"),
+            secondary=extra.get("secondary") is True,
+        )
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError, IndexError):
         return None

@@ -82,6 +82,8 @@ def is_consequence(error: ErrorRecord | None, stderr: str, number: int | None = 
         stderr: Tail of its stderr.
         number: Signal that ended it, None for none.
     """
+    if error and error.secondary:
+        return True
     if error and number in (None, signal.SIGABRT, signal.SIGINT):  # after other signals, the exception was not fatal
         return not _lost_child(error) and bool(LOST_CONNECTION.search(f"{error.traceback}\n{error.message}"))
     return bool(LOST_CONNECTION.search("\n".join(_last_lines(stderr))))

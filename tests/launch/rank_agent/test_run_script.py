@@ -105,7 +105,7 @@ rank = int(os.environ["RANK"])
     ("code", "warned"),
     [
         ("", True),
-        ("dist.init_process_group('gloo'); dist.destroy_process_group()", False),
+        ("dist.init_process_group('gloo'); dist.barrier(); dist.destroy_process_group()", False),
         ("if not rank: os._exit(0)", False),
         ("import distrib\nwith distrib.init(): pass", False),
         ("from mpi4py import MPI", False),

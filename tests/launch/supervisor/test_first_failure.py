@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
 import psutil
 import pytest
 
+from distrib_launch.supervisor import root_cause
+from distrib_launch.supervisor.rank_exit import parse_error_record
 from tests.conftest import JOB, LAUNCH
 from tests.support.launched_jobs import live_children, rank_process, start_job
 
@@ -73,3 +76,44 @@ def test_a_missing_python_module_is_named_with_the_interpreter(launch, tmp_path)
     assert run.code == 1
     assert "install no_such_module_at_all" in run.err
     assert str(LAUNCH.parent / "python") in run.err
+
+
+TRAINING = """
+import sys, torch, distrib
+job = distrib.init()
+model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))  # over 256 KiB: hierarchical all-reduce
+model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+for step in range(30):
+    if step == 12 and job.rank == 1:
+        {end}
+    optimizer.zero_grad()
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("raise ValueError('image 17 is corrupt')", "ValueError: image 17 is corrupt"),
+        ("raise SystemExit('no more data')", "no more data"),
+        ("import os; os._exit(7)", "exit code 7"),
+    ],
+)
+def test_a_rank_that_waits_in_backward_is_never_the_first_failure(launch, tmp_path, end, message):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING.format(end=end))
+    run = launch("-np", "2", script)
+    failure = run.result["first_failure"]
+    assert failure["rank"] == 1 and message in failure["message"], run
+    assert "rank 0: lost the connection" in run.err and "Unable to cast" not in run.err
+    waiting = (run.run_dir / "ranks" / "0.err").read_text()
+    assert "local rank 1 of this host exited in the middle of a step" in waiting
+
+
+def test_a_rank_that_recorded_a_secondary_failure_is_not_first_even_if_it_ended_first():
+    record = json.dumps({"message": {"message": "E: any text", "extraInfo": {"py_callstack": "", "secondary": True}}})
+    error = parse_error_record(record)
+    assert error and root_cause.is_consequence(error, "")
+    assert not root_cause.is_consequence(parse_error_record(record.replace("true", "false")), "")
