@@ -13,7 +13,7 @@ from rich.text import Text
 from distrib.cluster.measurements import Collective, LinkMeasurement, Measurements
 from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import PairMeasurement, ProbeStarted, Record
-from distrib.units import bit_rate_text, duration_text, format_duration, format_rate, format_size
+from distrib.units import bit_rate_text, count_text, duration_text, format_duration, format_rate, format_size
 
 CELL_WIDTH = 6
 SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -282,7 +282,7 @@ def _findings_text(findings: Sequence[Finding], measured: Measurements, width: i
             2: "both directions are equal; the rate that two hosts should reach is known only from a topology file",
         }
         return Text(f"no findings: {compared.get(hosts, 'all links are like others of their class')}", style="green")
-    text = Text().append(f"{len(findings)} finding(s)", style="bold")
+    text = Text().append(count_text(len(findings), "finding"), style="bold")
     for finding in findings:
         text.append(f"\n{finding.severity}: ", style=SEVERITY_STYLE[finding.severity]).append(finding.what)
         for head, words in (("seen", finding.evidence), ("do", finding.advice)):

@@ -385,7 +385,7 @@ def test_this_machine_alone_can_be_probed(jobs, capsys, words):
     out = capsys.readouterr().out
     assert (
         "inside hosts" in out
-        and "1 host(s) probed" in out
+        and "1 host probed" in out
         and not any(line.startswith("links") for line in out.splitlines())
     )
     assert [spec.hosts for spec in jobs.specs] == [("localhost",)]

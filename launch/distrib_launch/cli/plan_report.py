@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -14,7 +16,7 @@ from distrib.units import duration_text, number_text, rate_text, size_text
 
 
 def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
-    """Format the plan in lines of at most 100 characters; only tables may be wider.
+    """Format the plan in lines of at most 100 characters, or of the terminal's width; only tables may be wider.
 
     Args:
         request: Request of the plan.
@@ -48,8 +50,12 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
     return report + [line for note in plan.notes for line in _wrapped(f"note: {note}")]
 
 
+def _width() -> int:
+    return min(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
+
+
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, _width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _ranks(request: PlanRequest) -> str:
@@ -169,7 +175,7 @@ def _advice_row(each: Recommendation) -> tuple[str, ...]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
-    """Format a table with aligned columns.
+    """Format a table with aligned columns. A left-aligned last column is wrapped at the terminal's width.
 
     Args:
         head: Titles of the columns.
@@ -179,11 +185,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int
     aligned = set(left) if left is not None else {0, len(head) - 1}
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 
+    indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = max(15, _width() - indent) if sys.stdout.isatty() and len(head) - 1 in aligned else widths[-1]
+
     def line(cells: Sequence[str]) -> str:
         padded = (
             cell.ljust(width) if column in aligned else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
-        return "  ".join(padded).rstrip()
+        *others, last = padded
+        wrapped = textwrap.wrap(last.rstrip(), room, break_on_hyphens=False)
+        return "  ".join([*others, f"\n{' ' * indent}".join(wrapped)]).rstrip()
 
     return [line(head), *map(line, rows)]

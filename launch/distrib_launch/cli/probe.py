@@ -31,6 +31,8 @@ from distrib.probe.journal import Journal
 from distrib.probe.output import check_output, draft_topology, why_kept
 from distrib.probe.probe_report import print_report
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
+from distrib.units import count_text
+from distrib.units import count_text
 from distrib.utils import files, signals
 from distrib.utils.log import PLAIN, get_logger
 from distrib.utils.plotting import check_plot_path
@@ -366,5 +368,6 @@ def _print_results(
     lost = f", {len(output.lost_hosts)} of them lost," if output.lost_hosts else ""
     count = len(output.hosts) - len(output.left_out_hosts)
     print(
-        f"{count} host(s){lost} probed in {output.seconds:.1f} s ({', '.join((output.mode, *done))}; logs in {output.run_dir})"
+        f"{count_text(count, 'host')}{lost} probed in {output.seconds:.1f} s ({', '.join((output.mode, *done))}); "
+        f"logs in {os.path.relpath(output.run_dir)}"
     )

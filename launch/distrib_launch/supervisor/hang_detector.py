@@ -158,7 +158,11 @@ class HangDetector:
             time=time.time(),
             code="hang",
             message=lines[0],
-            traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in first.frames),
+            traceback="\n".join(
+                f"{frame.filename}:{frame.line} in {frame.name}"
+                for frame in first.frames
+                if "/rank_agent/" not in frame.filename
+            ),
             log=str(ranks[first.rank].error_log),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -326,6 +327,8 @@ class Supervisor:
         self._interrupts += 1
         if not all(state.exit and not state.exit.failed for state in self.job.ranks):  # otherwise the job has succeeded
             self._outcome.stop(128 + number)
+        if number == signal.SIGINT and sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)  # the terminal has echoed ^C
         if self._interrupts == 1:
             self.job.console.say(f"{signal_name(number)}: stopping the job (once more: at once)")
             self._stop.begin(self.job.grace_seconds)

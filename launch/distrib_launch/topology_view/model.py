@@ -35,6 +35,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bytes_per_second: float
     slowest_bytes_per_second: float | None = None
     slowest: str | None = None
+    fastest_bytes_per_second: float | None = None
     latency_seconds: float | None = None
     links: int = 1
     """Number of links, or of measured links."""
@@ -346,6 +347,9 @@ def _link(label: str, ways: Sequence[tuple[Link, str]], *, most: float = math.in
         ),
         slowest_bytes_per_second=slowest.bandwidth_bytes_per_second if len(measured) > 1 else None,
         slowest=name if len(measured) > 1 else None,
+        fastest_bytes_per_second=max(way.bandwidth_bytes_per_second for way, _ in measured)
+        if len(measured) > 1
+        else None,
         latency_seconds=statistics.median(latencies) if latencies else None,
         links=len(chosen),
         oversubscription=max((way.oversubscription for way in between), default=1.0),

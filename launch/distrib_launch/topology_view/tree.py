@@ -101,9 +101,10 @@ def _add_network(root: Tree, view: View) -> None:
         if link.oversubscription > 1 and link.shared_bytes_per_second:
             left = rate_text(link.shared_bytes_per_second)
             twig.add(_text((f"{link.oversubscription:g}:1 oversubscribed: {left} a host when all send", "yellow")))
-        if link.slowest and link.slowest_bytes_per_second:
-            is_slow = link.slowest_bytes_per_second < 0.8 * link.bandwidth_bytes_per_second  # probes vary less
+        if link.slowest and link.slowest_bytes_per_second and link.fastest_bytes_per_second:
+            is_slow = link.slowest_bytes_per_second < 0.8 * link.fastest_bytes_per_second  # probes vary less
             text = f"slowest of {link.links}: {link.slowest}, {rate_text(link.slowest_bytes_per_second)}"
+            text += f"; fastest {rate_text(link.fastest_bytes_per_second)}" if is_slow else ""
             twig.add(_text((f"SLOW: {text}", "bold yellow") if is_slow else (text, "dim")))
 
 

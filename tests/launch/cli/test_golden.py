@@ -47,7 +47,6 @@ def with_placeholders(text: str, folder: Path, varies: str) -> str:
         text = text.replace(f"{path}/", "").replace(str(path), "FOLDER")
     text = re.sub(r"distrib-runs/\d{8}-\d{6}", "distrib-runs/TIME", text)
     text = re.sub(r"/tmp/distrib-\w+|\S*/site-packages/|\S*/lib/python3[^/]*/| --allow-run-as-root", "", text)
-    text = re.sub(r"run_script.py:\d+", "run_script.py:#", text)
     text = re.sub(r"\d+ cores, expected at most \d+", "# cores, expected at most #", text)
     text = re.sub(r"(?m)^.*running as root.*\n", "", text)
     if varies == "times":
