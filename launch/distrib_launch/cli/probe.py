@@ -32,7 +32,6 @@ from distrib.probe.output import check_output, draft_topology, why_kept
 from distrib.probe.probe_report import print_report
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
 from distrib.units import count_text
-from distrib.units import count_text
 from distrib.utils import files, signals
 from distrib.utils.log import PLAIN, get_logger
 from distrib.utils.plotting import check_plot_path

@@ -54,6 +54,7 @@ def with_placeholders(text: str, folder: Path, varies: str) -> str:
         text = re.sub(r"(ranks? [-\d,]+): (was|were|lost) .*", r"\1: STOPPED OR DISCONNECTED", text)
     if varies == "numbers":
         text = re.sub(r"(?m)^note: .*\n( .*\n)*|^probe: .*\n?", "", text)  # findings and phases of some measurements
+        text = re.sub(r"\d+ findings?", "# findings", text)
         text = re.sub(r"n\d to n\d|(?<=GB/s )n\d", "HOST", re.sub(r"-{3,}", "---", text))
         text = re.sub(r"(?<![\w.#])\d[\d.,]*( ?[um]?s\b)?", "#", text)
         text = re.sub(r"(?m) {3,}", "  ", text)
