@@ -179,7 +179,7 @@ def make_cluster(bring_up: Callable[[Cluster], None]) -> Callable[..., Cluster]:
     """Build virtual clusters that last as long as the test."""
 
     def build(hosts: int, **options: Any) -> Cluster:
-        cluster = Cluster(hosts, **options)
+        cluster = Cluster(hosts, **{"login_environment": fork_server.login_environment(), **options})
         bring_up(cluster)
         return cluster
 
@@ -243,8 +243,7 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
         nonlocal count
         count += 1
         run_dir = tmp_path / f"run{count}"
-        exported = fork_server.options() if cluster else []
-        command: Sequence[str] = [*wrapper, str(LAUNCH), "--run-dir", str(run_dir), *exported, *map(str, arguments)]
+        command: Sequence[str] = [*wrapper, str(LAUNCH), "--run-dir", str(run_dir), *map(str, arguments)]
         environ = {"OMP_NUM_THREADS": "1", **(env or {})}
         started = time.monotonic()
         if cluster:

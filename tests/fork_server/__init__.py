@@ -5,7 +5,7 @@
 folder, which hands a rank's script to the server and stands in for it: it forwards signals and ends as the script ends.
 The script runs with the rank's own descriptors, variables, folder, limits, CPUs and namespaces.
 
-Tests of processes (signals, sessions, memory, stacks of other processes) do without. Children share one hash seed.
+Tests of processes (stopped processes, sessions, memory, stacks of other processes) do without. Children share one hash seed.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def environment(pythonpath: str = "") -> dict[str, str]:
     return {ADDRESS: f"{sys.prefix}:{path}", "PYTHONPATH": os.pathsep.join(folders)}
 
 
-def options() -> list[str]:
-    """Return the launcher's options that forward the variables to other hosts; none in a test that is not marked `forked`."""
-    return ["-x", ADDRESS, "-x", "PYTHONPATH"] if ADDRESS in os.environ else []
+def login_environment() -> dict[str, str]:
+    """Return the variables for SSH sessions on virtual hosts; none in a test that is not marked `forked`."""
+    return {name: os.environ[name] for name in (ADDRESS, "PYTHONPATH")} if ADDRESS in os.environ else {}
 
 
 def server_process() -> int | None:

@@ -80,7 +80,7 @@ def stand_in(path, words):
 
 def main():
     prefix, _, path = os.environ["TEST_FORK_SERVER"].rpartition(":")
-    is_rank = "OMPI_COMM_WORLD_RANK" in os.environ and "DISTRIB_CONTROL" not in os.environ
+    is_rank = ("OMPI_COMM_WORLD_RANK" in os.environ or "RANK" in os.environ) and "DISTRIB_CONTROL" not in os.environ
     if is_rank and prefix == sys.prefix and (words := script_words(sys.orig_argv)):
         stand_in(path, words)
 

@@ -10,7 +10,7 @@ from distrib.bandwidth_model.workload_catalog import read_workload
 from tests.conftest import SCRIPTS, TOPO
 from tests.probe.test_probe_cluster import measured_again_if_need_be
 
-pytestmark = [pytest.mark.cluster, pytest.mark.prioritized]
+pytestmark = [pytest.mark.cluster, pytest.mark.prioritized, pytest.mark.forked]
 ENV = {"OMP_NUM_THREADS": "1"}
 STEPS = SCRIPTS / "steps.py"
 WORK = (0.12, 400_000)

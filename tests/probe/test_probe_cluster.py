@@ -57,6 +57,7 @@ def kinds(output):
 
 
 @measured_again_if_need_be
+@pytest.mark.forked
 def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
     cluster = make_cluster(4, rate="400mbit", rates={"n3": "200mbit"})
     done = probe(cluster, "--quick", "--strict", "--json")
@@ -77,6 +78,7 @@ def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
 
 @pytest.mark.alone
 @measured_again_if_need_be
+@pytest.mark.forked
 def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, probe):
     racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]
     cluster = make_cluster(8, rate="400mbit", racks=racks, trunk_rate="800mbit")
@@ -93,6 +95,7 @@ def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, pr
 
 
 @measured_again_if_need_be
+@pytest.mark.forked
 def test_what_is_measured_is_written_and_drawn(make_cluster, probe, tmp_path):
     cluster = make_cluster(3, rate="400mbit")
     topology = tmp_path / "topology.yaml"
@@ -122,6 +125,7 @@ def test_what_is_measured_is_written_and_drawn(make_cluster, probe, tmp_path):
 
 
 @measured_again_if_need_be
+@pytest.mark.forked
 def test_what_became_worse_since_an_earlier_probe_is_told(make_cluster, probe, tmp_path):
     cluster = make_cluster(3, rate="400mbit")
     earlier = tmp_path / "earlier.yaml"
@@ -135,6 +139,7 @@ def test_what_became_worse_since_an_earlier_probe_is_told(make_cluster, probe, t
 
 
 @measured_again_if_need_be
+@pytest.mark.forked
 def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_cluster, probe, tmp_path):
     cluster = make_cluster(3, slots=2, rate="200mbit", second_rates={"n1": "400mbit", "n2": "400mbit", "n3": "300mbit"})
     topology = tmp_path / "topology.yaml"
@@ -167,6 +172,7 @@ def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_clu
     assert way.bandwidth_bytes_per_second * 8 == pytest.approx(191e6, rel=0.05)  # the NIC of the job
 
 
+@pytest.mark.forked
 def test_a_further_network_that_passes_nothing_costs_seconds_and_is_told_of(make_cluster, probe):
     cluster = make_cluster(4, rate="400mbit", second_rates={f"n{n}": "400mbit" for n in range(1, 5)})
     subprocess.run(["ip", "-n", cluster.switch_namespace, "link", "set", "second", "down"], check=True)
@@ -178,6 +184,7 @@ def test_a_further_network_that_passes_nothing_costs_seconds_and_is_told_of(make
     assert output["seconds"] < 60
 
 
+@pytest.mark.forked
 def test_servers_are_probed_and_a_host_by_itself(make_cluster, probe, tmp_path):
     cluster = make_cluster(2, slots=2, rate="400mbit")
     cluster.hostfile.write_text("n1 slots=2\nn2 role=server\n")
@@ -195,6 +202,7 @@ def test_servers_are_probed_and_a_host_by_itself(make_cluster, probe, tmp_path):
     assert measured.pairs == ()
 
 
+@pytest.mark.forked
 def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_path):
     cluster = make_cluster(5, rate="400mbit")
     command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--json", "--quick"]
@@ -236,6 +244,7 @@ def test_a_host_that_freezes_is_blamed_and_keeps_nobody_waiting(make_cluster, tm
     assert cluster.left_over(within_seconds=6) == {}
 
 
+@pytest.mark.forked
 def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
     cluster = make_cluster(6, rate="400mbit")
     topology = tmp_path / "topology.yaml"

@@ -14,6 +14,7 @@ from distrib.training.gradients.host_shared_memory import HostSharedMemory, Peer
 from distrib.training.gradients.int8_blocks import BLOCK_ELEMENTS, Int8Blocks
 from tests.conftest import SCRIPTS
 
+pytestmark = pytest.mark.forked
 AVERAGES = SCRIPTS / "averages.py"
 
 

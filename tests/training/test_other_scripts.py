@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import SCRIPTS
 
+pytestmark = pytest.mark.forked
 horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None and os.environ.get("DISTRIB_TEST_HOROVOD") != "required",
     reason="Horovod is not installed: scripts/build-horovod builds it",

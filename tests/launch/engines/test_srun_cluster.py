@@ -205,6 +205,7 @@ class TestInAnAllocation:
         nothing_left(cluster)
 
     @pytest.mark.parametrize("mpi", ["pmix", "none"])
+    @pytest.mark.forked
     def test_the_library_trains_with_and_without_mpi(self, make_slurm, tmp_path, mpi):
         cluster = make_slurm(2, slots=1)
         script = ROOT / "examples/train_cnn.py"
@@ -285,6 +286,7 @@ class TestInAnAllocation:
             assert seen == ranks
             nothing_left(cluster)
 
+    @pytest.mark.forked
     def test_an_asynchronous_job_continues_without_a_lost_node(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
         words = ["--mode", "async", "--no-stale-rate", "--servers", "2", "--replicas", "1", SCRIPTS / "asynchronous.py"]

@@ -183,6 +183,7 @@ def test_a_temporary_folder_that_became_read_only_is_named(make_cluster):
 
 
 @pytest.mark.cluster
+@pytest.mark.forked
 def test_a_bridge_with_the_same_address_everywhere_and_cards_of_different_names(make_cluster, launch):
     cluster = make_cluster(3)
     for host in cluster.hosts:
@@ -223,6 +224,7 @@ def test_a_bridge_with_the_same_address_everywhere_and_cards_of_different_names(
 
 
 @pytest.mark.cluster
+@pytest.mark.forked
 def test_hosts_whose_own_name_leads_to_loopback_train_together(make_cluster, launch, tmp_path):
     cluster = make_cluster(2)
     for host in cluster.hosts:

@@ -111,6 +111,7 @@ rank = int(os.environ["RANK"])
         ("from mpi4py import MPI", False),
     ],
 )
+@pytest.mark.forked
 def test_independent_copies_of_a_script_are_warned_of(launch, tmp_path, code, warned):
     (tmp_path / "script.py").write_text(TORCH.format(textwrap.dedent(code)))
     run = launch("-np", "2", tmp_path / "script.py")

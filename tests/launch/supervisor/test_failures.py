@@ -18,6 +18,7 @@ from tests.conftest import SCRIPTS
 GLOO = SCRIPTS / "gloo.py"
 
 
+@pytest.mark.forked
 def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
     run = launch("-np", "3", GLOO, "1:raise", timeout=150)
     assert run.code in (1, 134), run  # torch's Gloo threads sometimes abort a Python that exits
@@ -29,6 +30,7 @@ def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
     assert "ranks 0,2: lost the connection to it" in report or "stopped" in report
 
 
+@pytest.mark.forked
 def test_a_killed_rank_is_the_cause_and_not_the_peers_that_notice(launch):
     run = launch("-np", "3", GLOO, "2:kill", timeout=150)
     assert run.code == 137, run
@@ -50,6 +52,7 @@ for step in range(20):
 """
 
 
+@pytest.mark.forked
 def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
     script = tmp_path / "early.py"
     script.write_text(EXITS_EARLY)
@@ -59,6 +62,7 @@ def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
     assert "rank 0 had finished its script" in failure["message"]
 
 
+@pytest.mark.forked
 def test_a_rank_that_is_gone_at_the_end_is_not_waited_for(launch, tmp_path):
     script = tmp_path / "gone.py"
     script.write_text("import os, distrib\njob = distrib.init()\njob.barrier()\nif job.rank:\n    os._exit(0)\n")
@@ -307,6 +311,7 @@ def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
     assert "rank 1: failed too" in said and "ranks 2-3: were stopped" in said
 
 
+@pytest.mark.forked
 def test_a_script_that_its_own_loader_begins_anew_is_told_to_guard_itself(launch, tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(
@@ -420,6 +425,7 @@ def test_error_files_of_torchrun_are_read(record, message, traceback):
     assert error == (ErrorRecord(message=message, traceback=traceback) if message else None)
 
 
+@pytest.mark.forked
 def test_an_exception_that_a_decorated_function_recorded_is_told(launch, tmp_path):
     """torch's `record` wrote the exception before another call ended the process."""
     script = tmp_path / "records.py"
@@ -465,6 +471,7 @@ def test_a_script_that_python_cannot_read_is_told_with_its_line(launch, tmp_path
     assert run.result["first_failure"]["message"] == "SyntaxError: '(' was never closed (broken.py:3)"
 
 
+@pytest.mark.forked
 def test_ranks_that_call_different_collectives_are_told_so(launch, tmp_path):
     script = tmp_path / "different.py"
     script.write_text(

@@ -34,6 +34,7 @@ TRAINING = SCRIPTS / "restarts.py"
 STARTS = SCRIPTS / "starts.py"
 
 
+@pytest.mark.forked
 def test_a_job_that_failed_goes_on_from_its_checkpoint(launch, tmp_path):
     whole = launch("-np", "2", TRAINING, "5", cwd=_folder(tmp_path / "whole"))
     assert whole.code == 0, whole
@@ -334,6 +335,7 @@ def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoi
 
 
 @pytest.mark.cluster
+@pytest.mark.forked
 def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, tmp_path):
     """Each host has its own disk. The main rank's host is lost, and returns with an outdated checkpoint."""
     cluster = make_cluster(4)
@@ -385,6 +387,7 @@ def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, 
 
 
 @pytest.mark.cluster
+@pytest.mark.forked
 def test_a_host_that_the_job_needs_is_waited_for(make_cluster, tmp_path):
     cluster = make_cluster(2)
     command = [

@@ -17,6 +17,7 @@ import torch
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.virtual_cluster import Cluster
 
+pytestmark = pytest.mark.forked
 STEPS = 40
 
 
