@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import importlib.util
 import io
 import json
 import os
@@ -35,6 +35,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 JOB = SCRIPTS / "job.py"
 MARK = "DISTRIB_TEST_SESSION"
 PRIORITIZED_NICE = -19
+PROCESS_FIXTURES = {"launch", "bring_up"}
 
 # The duration of an example depends more on the machine than on the example.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -63,12 +64,20 @@ def _is_for_gpus(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     why = why_unavailable()
     no_gpu = "" if HAS_GPU and _is_for_gpus(config) else "pytest -m gpu runs it" if HAS_GPU else "no NVIDIA GPU here"
-    items.sort(key=lambda item: "alone" in item.keywords)  # the other tests need not wait for these
+    no_horovod = importlib.util.find_spec("horovod") is None and os.environ.get("DISTRIB_TEST_HOROVOD") != "required"
     for item in items:
+        if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())) or {"cluster", "forked", "gpu"} & set(
+            item.keywords
+        ):
+            item.add_marker("processes")
         if "cluster" in item.keywords and why:
             item.add_marker(pytest.mark.skip(reason=f"no virtual cluster: {why}"))
         if "gpu" in item.keywords and no_gpu:
             item.add_marker(pytest.mark.skip(reason=no_gpu))
+        if "horovod" in item.keywords and no_horovod:
+            item.add_marker(pytest.mark.skip(reason="Horovod is not installed: scripts/build-horovod builds it"))
+    # Long tests first, so that short ones fill the end. Horovod is built beside the others.
+    items.sort(key=lambda item: ("horovod" in item.keywords, "processes" not in item.keywords))
 
 
 def our_processes() -> dict[int, str]:
@@ -84,18 +93,6 @@ def our_processes() -> dict[int, str]:
             except OSError:
                 continue
     return found
-
-
-@pytest.fixture(autouse=True)
-def its_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run a test marked `alone` only while no other test runs (`pytest -n`)."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    with (tmp_path_factory.getbasetemp().parent / "turns").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH)
-        yield
-        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes forked by the test
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,13 @@ def receive(connection):
     return json.loads(data), descriptors
 
 
+def kill_session(pid):
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:  # it has no session yet
+        os.kill(pid, signal.SIGKILL)
+
+
 def become(request, descriptors):
     """Turn this forked child into the process that `request` describes."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -90,8 +97,8 @@ def serve(path):
     while True:
         for key, _ in selector.select():
             if key.fd == 0:
-                for child in children.values():
-                    os.killpg(child[0], signal.SIGKILL)
+                for pid, _ in children.values():
+                    kill_session(pid)
                 os._exit(0)
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
@@ -116,10 +123,7 @@ def serve(path):
             elif key.data in children:
                 pid, connection = children[key.data]
                 if key.fd != key.data:  # the stand-in was killed
-                    try:
-                        os.killpg(pid, signal.SIGKILL)
-                    except OSError:
-                        os.kill(pid, signal.SIGKILL)
+                    kill_session(pid)
                     selector.unregister(connection)
                     continue
                 _, status = os.waitpid(pid, 0)

@@ -206,6 +206,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_functions_and_classes_of_a_notebook_need_no_file(tmp_path):
     done = subprocess.run([sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done
@@ -233,6 +234,7 @@ def test_arguments_that_are_too_long_to_send_are_refused():
         distrib_launch.run(JOB, *["a" * 1000] * 5000, np=2, quiet=True)
 
 
+@pytest.mark.processes
 def test_an_interrupted_cell_stops_the_job(tmp_path):
     code = f"import distrib_launch; distrib_launch.run({str(JOB)!r}, '*:children', np=2, run_dir='run')"
     process = subprocess.Popen(

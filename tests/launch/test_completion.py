@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import LAUNCH
 
+pytestmark = pytest.mark.processes
+
 BASH = """
 eval "$(register-python-argcomplete distrib-launch distrib-topo)"
 complete_line() { COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_TYPE=9

@@ -24,6 +24,7 @@ def dry_run(tmp_path: Path, *arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 def test_dry_run_shows_every_rank_and_starts_nothing(tmp_path):
     plan = dry_run(tmp_path, "-H", "a:2,b:3")
     assert (plan["world_size"], plan["engine"]) == (5, "mpirun")
@@ -50,6 +51,7 @@ def test_cuda_visible_devices_that_are_not_forwarded_are_noted(tmp_path, monkeyp
     assert told("a:2,b:3") and not told("a:2,b:3", "-x", "CUDA_VISIBLE_DEVICES") and not told("localhost:2")
 
 
+@pytest.mark.processes
 def test_folders_keep_the_symlinks_of_the_shell(tmp_path):
     """On another host the link may lead elsewhere, so the plan keeps the shell's name."""
     (tmp_path / "export/home").mkdir(parents=True)

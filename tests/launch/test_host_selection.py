@@ -57,6 +57,7 @@ def test_filters_are_read_as_deepspeed_does_and_a_little_more(text, expected):
     assert parse_filter(text, "--include") == expected
 
 
+@pytest.mark.processes
 def test_filters_that_are_given_twice_both_count(tmp_path):
     for words, left in (
         (["--exclude", "a", "--exclude", "b"], ["c"]),
@@ -168,6 +169,7 @@ def lab(tmp_path) -> list[str]:
     return ["-H", "lab.txt"]
 
 
+@pytest.mark.processes
 def test_a_pool_keeps_the_hosts_with_such_gpus(tmp_path, lab):
     told = plan(tmp_path, *lab, "--gpu-type", "a100")
     assert per_host(told) == {"new1": 8, "new2": 8}
@@ -176,6 +178,7 @@ def test_a_pool_keeps_the_hosts_with_such_gpus(tmp_path, lab):
     assert "there are Tesla V100-SXM2-32GB: old1, old2; NVIDIA A100-SXM4-80GB: new1, new2; CPU only: plain" in line
 
 
+@pytest.mark.processes
 def test_a_synchronous_plan_that_mixes_gpus_names_the_pools(tmp_path, lab):
     (note,) = [note for note in plan(tmp_path, *lab)["notes"] if "different GPUs" in note]
     assert "Tesla V100-SXM2-32GB: old1, old2; NVIDIA A100-SXM4-80GB: new1, new2; CPU only: plain" in note
@@ -184,6 +187,7 @@ def test_a_synchronous_plan_that_mixes_gpus_names_the_pools(tmp_path, lab):
         assert not any("different GPUs" in note for note in plan(tmp_path, *lab, *fine)["notes"])
 
 
+@pytest.mark.processes
 def test_a_way_that_means_nothing_to_gpus_is_noted(tmp_path, lab):
     words = "--all-reduce flat is for CPU hosts: between GPUs NCCL chooses the algorithm"
     assert words in plan(tmp_path, *lab, "--all-reduce", "flat")["notes"]
@@ -195,6 +199,7 @@ def test_a_way_that_means_nothing_to_gpus_is_noted(tmp_path, lab):
         assert words not in plan(tmp_path, *lab, *fine)["notes"]
 
 
+@pytest.mark.processes
 def test_fewer_bytes_that_change_nothing_are_noted(tmp_path, lab):
     words = "--gradients int8 changes nothing on one CPU host: only traffic between hosts is compressed"
     assert words in plan(tmp_path, "-np", "2", "--gradients", "int8")["notes"]
@@ -207,6 +212,7 @@ def test_fewer_bytes_that_change_nothing_are_noted(tmp_path, lab):
         assert words not in plan(tmp_path, *fine)["notes"]
 
 
+@pytest.mark.processes
 def test_indices_are_those_of_gpus_where_the_topology_knows_them(tmp_path, lab):
     told = plan(tmp_path, *lab, "--include", "new1:0,7")
     assert [(rank["device"], rank["host"]) for rank in told["ranks"]] == [("cuda:0", "new1"), ("cuda:1", "new1")]
@@ -222,6 +228,7 @@ def test_leaving_out_a_broken_gpu_takes_another_where_there_is_one():
 
 
 @pytest.mark.parametrize("nothing", ["", "-1", " ", "NoDevFiles"])
+@pytest.mark.processes
 def test_a_list_of_no_gpus_is_a_job_on_cpus(tmp_path, lab, monkeypatch, capsys, nothing):
     monkeypatch.chdir(tmp_path)
     words = ["--dry-run", "--json", *lab, "--gpu-type", "A100", "-x", f"CUDA_VISIBLE_DEVICES={nothing}", str(JOB)]

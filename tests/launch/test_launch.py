@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import JOB, LAUNCH, SCRIPTS
 
+pytestmark = pytest.mark.processes
+
 
 def test_every_rank_runs_once_and_is_in_the_result(launch):
     run = launch("-np", "4", JOB)

@@ -132,9 +132,11 @@ def test_a_short_cut_does_not_end_the_job(make_cluster, tmp_path):
         cluster.restore("n2")
         longest = max(longest, time.monotonic() - begun)
         time.sleep(1)
-    _, err = process.communicate(timeout=50)
-    if longest > 1.6:
+    if longest > 1.6:  # before the result is known
+        process.terminate()
+        process.communicate(timeout=50)
         pytest.skip(f"this machine stood still, and the cut lasted {longest:.1f} s")
+    _, err = process.communicate(timeout=50)
     assert process.returncode == 0, err
 
 
@@ -304,15 +306,17 @@ def no_job_process_left(cluster, *, within_seconds):
 
 
 def test_more_hosts_than_the_engine_calls_by_itself(make_cluster, launch, tmp_path):
-    """Beyond 64 hosts, PRRTE lets the first hosts start the others. If one of those fails, the start ends silently."""
-    cluster = make_cluster(66)
+    """Beyond its radix of 64, here 2, PRRTE lets hosts start others. If one fails, the start ends silently."""
+    cluster = make_cluster(6)
     # Only the launcher's machine may connect, as where the user's keys are on no other host.
     chain, rule = "{ type filter hook input priority 0; }", f"ip saddr != {cluster.address('n1')} tcp dport 22 drop"
     for words in ("add table inet own", f"add chain inet own in {chain}", f"add rule inet own in {rule}"):
-        cluster.run("n66", ["nft", words], check=True)
+        cluster.run("n6", ["nft", words], check=True)
     script = tmp_path / "name.py"
     script.write_text("import socket\nprint(socket.gethostname())\n")
-    run = launch("-H", cluster.hostfile, "--no-preflight", script, cluster=cluster, timeout=150)
+    run = launch(
+        "-H", cluster.hostfile, "--no-preflight", script, cluster=cluster, env={"PRTE_MCA_rml_base_radix": "2"}
+    )
     assert run.code == 0, run
     logs = (run.run_dir / "ranks").glob("*.out")
     assert {log.read_text().strip() for log in logs} == set(cluster.hosts)

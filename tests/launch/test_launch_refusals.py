@@ -104,6 +104,7 @@ def test_an_unreadable_script_is_refused(tmp_path, monkeypatch, capsys):
     assert f"{JOB}: cannot read it: no permission; chmod a+r {JOB}" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_removed_working_directory_is_refused(tmp_path):
     for command in (f"{LAUNCH} {JOB}", f"{TOPO} show"):
         script = f"mkdir -p gone && cd gone && rmdir ../gone && {command}"
@@ -118,6 +119,7 @@ def test_an_unwritable_profile_is_refused_before_the_start(tmp_path, monkeypatch
     assert "p.json: cannot write it: no permission; name a file to write" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_json_of_a_refused_launch_has_its_error(tmp_path):
     command = [str(LAUNCH), "--json", "-H", "missing.txt", str(JOB)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)

@@ -19,6 +19,8 @@ from distrib_launch.supervisor.engine_process import EngineProcess
 from tests.conftest import JOB, LAUNCH, TOPO, our_processes
 from tests.support.launched_jobs import live_children, rank_process, start_job
 
+pytestmark = pytest.mark.processes
+
 
 def test_ctrl_c_stops_the_job_with_exit_code_130(tmp_path):
     process = start_job(tmp_path / "run", "-np", "2", str(JOB), "*:children")

@@ -42,6 +42,7 @@ def test_a_flood_from_eight_ranks_arrives_without_loss_or_tearing(launch, tmp_pa
 
 
 @pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.processes
 def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path, blocks):
     script = tmp_path / "flood.py"
     script.write_text(PRINTER + "open(f'done-{rank}', 'w').close()\n")
@@ -60,6 +61,7 @@ def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path, blocks)
     assert out.count(b"\n") == 40000
 
 
+@pytest.mark.processes
 def test_a_launcher_that_is_stopped_for_a_while_does_not_end_the_job(tmp_path):
     """Ctrl-Z or a hanging disk stops the launcher while the rank prints more than the sockets hold."""
     script = tmp_path / "flood.py"
@@ -85,6 +87,7 @@ def test_a_launcher_that_is_stopped_for_a_while_does_not_end_the_job(tmp_path):
     assert log.read_text().splitlines() == [f"{n:099}" for n in range(500_000)]
 
 
+@pytest.mark.processes
 def test_who_reads_slowly_is_shown_the_end(tmp_path):
     script = tmp_path / "flood.py"
     script.write_text("for n in range(300_000):\n    print(f'{n:099}')\nraise ValueError('at the end')\n")
@@ -106,6 +109,7 @@ def test_who_reads_slowly_is_shown_the_end(tmp_path):
     assert "rank 0 on localhost failed first: ValueError: at the end" in text
 
 
+@pytest.mark.processes
 def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_path):
     script = tmp_path / "bar.py"
     script.write_text("print('10 %\\r50 %\\r100 %', flush=True)\nprint('no newline', end='')\n")

@@ -8,7 +8,7 @@ import pytest
 
 from distrib.bandwidth_model.workload_catalog import read_workload
 from tests.conftest import SCRIPTS, TOPO
-from tests.probe.test_probe_cluster import measured_again_if_need_be
+from tests.virtual_cluster.calm import repeat_if_spoiled
 
 pytestmark = [pytest.mark.cluster, pytest.mark.prioritized, pytest.mark.forked]
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -72,7 +72,7 @@ def warnings_of(run):
     return [warning for warning in told if "trying once more" not in warning]  # occasional message of the engine
 
 
-@measured_again_if_need_be
+@repeat_if_spoiled
 def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, profiled):
     profile = profiled()
     cluster, where = probed(rate="200mbit")
@@ -92,7 +92,7 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
     assert cluster.left_over(within_seconds=6) == {}
 
 
-@measured_again_if_need_be
+@repeat_if_spoiled
 def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch, profiled):
     profile = profiled()
     cluster, where = probed(rate="10gbit")
@@ -105,7 +105,7 @@ def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch,
     assert "the links of n3 (" in slower and re.search(r"carry (1[5-9]|2[0-6]) MB/s, expected", slower), slower
 
 
-@measured_again_if_need_be
+@repeat_if_spoiled
 def test_the_one_slow_link_is_named_before_the_launch(probed, launch, profiled):
     profile = profiled()
     cluster, where = probed(rate="10gbit", rates={"n3": "100mbit"})

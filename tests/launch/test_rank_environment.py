@@ -55,6 +55,7 @@ def test_omp_threads_are_the_share_of_cores_unless_set(launch, monkeypatch):
     assert done.stdout.count(f'"OMP_NUM_THREADS": "{share}"') == 2, done
 
 
+@pytest.mark.processes
 def test_the_file_limit_of_a_rank_is_raised(tmp_path):
     """A thousand ranks need a thousand connections in each rank. The usual soft limit is 1024 files."""
     script = tmp_path / "limits.py"

@@ -110,6 +110,7 @@ def test_the_agent_starts_the_daemon_where_it_is_on_that_host():
     assert ssh_wrapper.rewrite(["n1", remote], SETTINGS) == ["ssh", "-F", "/a b/config", "n1", remote]
 
 
+@pytest.mark.processes
 def test_the_plan_shows_which_ranks_an_interpreter_of_its_own_runs(tmp_path):
     (tmp_path / "hosts.txt").write_text('a slots=2\nb slots=2 python="/opt/my env/bin/python"\nc slots=1\n')
     command = [str(LAUNCH), "--dry-run", "--json", "-H", "hosts.txt", str(JOB)]

@@ -50,6 +50,7 @@ def test_a_folder_of_no_earlier_run_keeps_its_files(tmp_path, mark):
     assert prepare_run_dir(tmp_path) is False
 
 
+@pytest.mark.processes
 def test_launches_of_the_same_second_have_separate_run_directories(tmp_path):
     command = [str(LAUNCH), "-q", "--json", str(JOB)]
     running = [
@@ -60,6 +61,7 @@ def test_launches_of_the_same_second_have_separate_run_directories(tmp_path):
     assert [result["status"] for result in results] == ["succeeded"] * 3
 
 
+@pytest.mark.processes
 def test_a_run_directory_in_use_is_refused(tmp_path):
     process = start_job(tmp_path / "run", "-np", "1", str(JOB), "*:sleep=60")
     other = subprocess.run([str(LAUNCH), "--run-dir", str(tmp_path / "run"), str(JOB)], capture_output=True, text=True)

@@ -84,10 +84,12 @@ def test_the_reference_lists_every_finding():
     assert set(listed) == kinds
 
 
+@pytest.mark.processes
 def test_the_command_reference_is_current():
     subprocess.run([sys.executable, str(ROOT / "scripts" / "reference.py"), "--check"], check=True)
 
 
+@pytest.mark.processes
 def test_the_site_builds_without_warnings(tmp_path: Path):
     for name in ("distrib", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)

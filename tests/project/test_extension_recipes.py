@@ -16,6 +16,8 @@ import pytest
 
 from tests.conftest import LAUNCH, ROOT
 
+pytestmark = pytest.mark.processes
+
 GUIDE = ROOT / "CONTRIBUTING.md"
 AVERAGE = """
 import sys, torch, distrib

@@ -73,6 +73,7 @@ def where_installed(commands: Path, elsewhere: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.processes
 def test_the_wheel_holds_every_module_and_runs(source, tmp_path):
     wheel = build(source, tmp_path, "build_wheel")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -81,6 +82,7 @@ def test_the_wheel_holds_every_module_and_runs(source, tmp_path):
     assert where_installed(commands, tmp_path).startswith(str(tmp_path / "venv"))
 
 
+@pytest.mark.processes
 def test_the_editable_install_runs(source, tmp_path):
     commands = install(build(source, tmp_path, "build_editable"), tmp_path / "venv")
     assert where_installed(commands, tmp_path) == str(source / "launch/distrib_launch")
@@ -89,6 +91,7 @@ def test_the_editable_install_runs(source, tmp_path):
 @pytest.mark.parametrize(
     "module", ["distrib", "distrib_launch", "distrib_launch.cli.launch", "distrib_launch.rank_agent.agent"]
 )
+@pytest.mark.processes
 def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
     code = (
         f"import sys, time; begun = time.process_time(); import {module}; took = time.process_time() - begun; "
@@ -106,6 +109,7 @@ def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
     assert min(times) < 0.4  # 0.06 s on an idle machine; torch takes seconds
 
 
+@pytest.mark.processes
 def test_an_interrupt_while_the_command_is_imported_is_no_traceback():
     code = (
         "import sys\n"

@@ -35,10 +35,6 @@ for step in range(10**9 if orders else 5):
         read_batch()
     if step == 3 and order == "loader":
         next(iter(torch.utils.data.DataLoader(Slow())))
-    if step == 3 and order == "memory":
-        hoard = []
-        while True:
-            hoard.append(bytearray(os.urandom(1 << 20)) * 16)
     model(torch.ones(2, 4)).sum().backward()
     if step == 2:
         print("three steps done", flush=True)

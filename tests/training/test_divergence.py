@@ -13,6 +13,8 @@ from distrib.training.checks import divergence
 from tests.conftest import SCRIPTS
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def test_checksums_cover_all_elements_in_any_layout(monkeypatch):
     monkeypatch.setattr(checksums.split_for_sum, "__kwdefaults__", {"max_elements": 7})

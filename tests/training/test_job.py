@@ -22,6 +22,7 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.usefixtures("inductor_cache")
 
 
+@pytest.mark.processes
 def test_importing_distrib_loads_neither_torch_nor_mpi():
     code = "import distrib, sys; print(*(m for m in ('torch', 'mpi4py', 'numpy') if m in sys.modules), dir(distrib))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
@@ -96,6 +97,7 @@ def test_steps_and_metrics_are_status_lines(monkeypatch):
         job.log(loss=1)
 
 
+@pytest.mark.processes
 def test_a_single_rank_runs_without_a_launcher(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(

@@ -18,6 +18,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.usefixtures("inductor_cache")
 
 
+@pytest.mark.processes
 def test_a_loader_that_was_not_prepared_is_reported_once(tmp_path):
     script = tmp_path / "forgotten.py"
     script.write_text(
@@ -91,6 +92,7 @@ print("alike")
 """
 
 
+@pytest.mark.processes
 def test_parameters_without_gradient_are_refused_unless_declared_unused(tmp_path):
     """Two models with equal parameter names share one optimizer, as in an InfoGAN."""
     script = tmp_path / "heads.py"
@@ -119,6 +121,7 @@ print(job.all_reduce(hits, "sum").tolist(), job.all_reduce(hits).tolist(), job.a
 """
 
 
+@pytest.mark.processes
 def test_an_optimizer_of_no_prepared_model_is_reported(tmp_path):
     script = tmp_path / "others.py"
     script.write_text(LIKE_OTHERS)
@@ -129,6 +132,7 @@ def test_an_optimizer_of_no_prepared_model_is_reported(tmp_path):
     assert "neither SGD nor its model was passed to job.prepare" in told
 
 
+@pytest.mark.processes
 def test_models_wrapped_by_the_script_are_accepted(tmp_path):
     result = run_ranks(2, SCRIPTS / "wrapped_by_hand.py")
     assert (result.returncode, result.stdout.count("all is well")) == (0, 2), result.stderr
@@ -166,6 +170,7 @@ print("stepped", flush=True)
 """
 
 
+@pytest.mark.processes
 def test_the_first_step_is_refused_for_missing_gradients_but_not_for_ignored_parameters(tmp_path):
     """Parameters that DistributedDataParallel ignores, and embeddings that change in forward, belong to each rank."""
     script = tmp_path / "first.py"
@@ -207,6 +212,7 @@ with distrib.init() as job:
         ({}, "", 0, "nor its model was passed to job.prepare"),
     ],
 )
+@pytest.mark.processes
 def test_an_optimizer_that_was_not_prepared_is_reported_or_refused(tmp_path, strategy, prepared, code, says):
     script = tmp_path / "forgotten.py"
     script.write_text(NEVER_PREPARED)

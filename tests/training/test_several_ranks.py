@@ -12,7 +12,7 @@ from torch import nn
 from tests.conftest import ROOT, SCRIPTS
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("inductor_cache")
+pytestmark = [pytest.mark.usefixtures("inductor_cache"), pytest.mark.processes]
 
 
 def test_four_ranks_train_to_the_parameters_of_one_process(tmp_path):

@@ -9,6 +9,8 @@ import pytest
 from tests.conftest import SCRIPTS
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def test_replicas_that_differ_at_the_end_are_a_failure(tmp_path):
     script = tmp_path / "by_hand.py"

@@ -88,6 +88,7 @@ def test_the_address_of_a_rank_is_given_or_found_on_its_interfaces(monkeypatch):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0" and "NCCL_SOCKET_IFNAME" not in os.environ
 
 
+@pytest.mark.processes
 def test_local_ranks_are_found_without_variables_of_the_launcher(tmp_path):
     """The ranks of a host determine local rank and local size themselves, such as under plain srun."""
     script = tmp_path / "places.py"
@@ -111,6 +112,7 @@ def test_local_ranks_are_found_without_variables_of_the_launcher(tmp_path):
     assert [rank.communicate(timeout=200)[0] for rank in ranks] == ["0 0 2\n", "1 1 2\n"]
 
 
+@pytest.mark.processes
 def test_a_world_size_other_than_that_of_mpi_is_refused(tmp_path):
     result = run_ranks(2, SCRIPTS / "lessons.py", "collectives", WORLD_SIZE="3")
     assert result.returncode == 1

@@ -33,6 +33,7 @@ def planned(*words: object) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 def test_a_table_says_how_far_it_scales_and_what_caps_it():
     words = [TOPO, "plan", "--workload", "bert-large", "-H", LAB, "--nodes", "1..9"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
@@ -381,6 +382,7 @@ def warning_in(text: str) -> str:
     return warning
 
 
+@pytest.mark.processes
 def test_a_job_that_the_network_will_limit_is_warned_of():
     warning = warning_in(dry("--workload", "ResNet-50").stdout)
     assert "on 4 hosts x 2 ranks" in warning

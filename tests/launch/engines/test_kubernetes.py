@@ -164,6 +164,7 @@ def test_workers_are_given_what_they_need_besides_gpus(manifest):
         (["--pod-resource", "rdma=1"], "'rdma=1' is not a valid resource; write such as rdma/hca_shared_devices_a=1"),
     ],
 )
+@pytest.mark.processes
 def test_what_pods_need_for_infiniband_is_said(words, says):
     command = [str(LAUNCH), "--engine", "kubernetes", "--image", "i", *HOSTS, *words, SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)

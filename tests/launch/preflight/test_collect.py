@@ -157,6 +157,7 @@ def test_hosts_of_which_the_same_is_said_share_a_line():
     ]
 
 
+@pytest.mark.processes
 def test_the_limit_of_open_files_is_raised_or_refused():
     code = (
         "import resource, sys\nfrom distrib_launch.open_files import require_open_files\n"

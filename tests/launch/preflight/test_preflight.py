@@ -14,6 +14,8 @@ import pytest
 from distrib_launch.preflight.check_result import COLUMNS
 from tests.conftest import BIN, SCRIPTS, TOPO
 
+pytestmark = pytest.mark.processes
+
 WHERE = SCRIPTS / "where.py"
 JOB = SCRIPTS / "job.py"
 GLOO = SCRIPTS / "gloo.py"

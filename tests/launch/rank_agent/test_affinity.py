@@ -225,6 +225,7 @@ def run(tmp_path: Path, *arguments: str | Path, env: dict[str, str] | None = Non
     return done
 
 
+@pytest.mark.processes
 def test_ranks_run_where_plan_and_result_say(tmp_path, script):
     ranks = min(2, len(os.sched_getaffinity(0)))
     expected = shares(read_machine(), [None] * ranks, "auto")
@@ -237,6 +238,7 @@ def test_ranks_run_where_plan_and_result_say(tmp_path, script):
         assert (tmp_path / f"run/ranks/{rank}.out").read_text() == f"{list(cpus)} {share.threads}\n"
 
 
+@pytest.mark.processes
 def test_what_the_user_says_about_threads_and_binding_is_kept(tmp_path, script):
     every = sorted(os.sched_getaffinity(0))
     run(tmp_path, "-np", "2", "--bind", "none", script, env={"OMP_NUM_THREADS": "3"})
@@ -246,6 +248,7 @@ def test_what_the_user_says_about_threads_and_binding_is_kept(tmp_path, script):
     assert json.loads((tmp_path / "run/plan.json").read_text())["bind"] == "none"
 
 
+@pytest.mark.processes
 def test_the_plan_shows_processors_as_far_as_they_are_known(tmp_path, script):
     told = run(tmp_path, "--dry-run", "-np", "1", script).stdout
     assert f"CPUs {ranges(sorted(os.sched_getaffinity(0)))}, " in told
@@ -253,6 +256,7 @@ def test_the_plan_shows_processors_as_far_as_they_are_known(tmp_path, script):
     assert "far: ranks 0 to 1, device auto (its GPUs, if it has any), CPUs decided on the host" in told
 
 
+@pytest.mark.processes
 def test_a_host_that_forbids_binding_runs_the_job_unbound_and_says_so(tmp_path, script):
     (tmp_path / "customs").mkdir()
     (tmp_path / "customs/sitecustomize.py").write_text(

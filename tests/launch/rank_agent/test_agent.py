@@ -21,6 +21,8 @@ from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib.utils.framing import new_token
 from distrib_launch.rank_agent.control_channel import Channel, Kind
 
+pytestmark = pytest.mark.processes
+
 
 def comes_true(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30

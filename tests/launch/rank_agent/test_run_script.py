@@ -14,6 +14,8 @@ import pytest
 from distrib_launch.rank_agent import run_script
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.processes
+
 RUN_SCRIPT = Path(run_script.__file__)
 
 SHOWS = """

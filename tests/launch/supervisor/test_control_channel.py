@@ -209,6 +209,7 @@ def listening_address(launcher: int) -> tuple[str, int]:
     raise AssertionError("the launcher does not listen")
 
 
+@pytest.mark.processes
 def test_ten_thousand_attacks_on_a_running_job(tmp_path):
     process = subprocess.Popen(
         [str(LAUNCH), "-np", "2", "--run-dir", str(tmp_path / "run"), str(SCRIPTS / "ticker.py")],

@@ -151,12 +151,16 @@ def test_a_rank_killed_for_want_of_memory_is_told_so(launch, tmp_path):
     group.mkdir()
     try:
         limit = group / ("memory.limit_in_bytes" if cgroup.name == "memory" else "memory.max")
-        limit.write_text(str(3 << 30))
+        limit.write_text(str(256 << 20))
         joined = group / "cgroup.procs"
         wrapper = tmp_path / "in-cgroup"
         wrapper.write_text(f'#!/bin/sh\necho $$ > {joined}\nexec "$@"\n')
         wrapper.chmod(0o755)
-        run = launch("-np", "2", GLOO, "1:memory", timeout=200, wrapper=[str(wrapper)])
+        script = tmp_path / "hoards.py"
+        script.write_text(
+            "import os, time\nhoard = []\nwhile os.environ['RANK'] == '1':\n    hoard.append(b'x' * (16 << 20))\ntime.sleep(60)\n"
+        )
+        run = launch("-np", "2", script, timeout=200, wrapper=[str(wrapper)])
     finally:
         group.rmdir()
     assert run.code == 137, run

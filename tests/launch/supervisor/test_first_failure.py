@@ -14,6 +14,8 @@ from distrib_launch.supervisor.rank_exit import parse_error_record
 from tests.conftest import JOB, LAUNCH
 from tests.support.launched_jobs import live_children, rank_process, start_job
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     ("orders", "code", "rank", "message"),

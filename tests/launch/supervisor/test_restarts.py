@@ -88,6 +88,7 @@ def test_the_time_limit_is_that_of_all_starts(launch, tmp_path):
     assert run.seconds < 30
 
 
+@pytest.mark.processes
 def test_who_interrupts_the_job_ends_it(tmp_path):
     command = [LAUNCH, "--run-dir", tmp_path / "run", "--max-restarts", "9", "-np", "2", STARTS, "boom", "wait"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
@@ -178,6 +179,7 @@ def test_which_failures_are_the_same_mistake_again():
     assert not alike(_ended("killed", failure=killed), _ended("killed", failure=killed))
 
 
+@pytest.mark.processes
 def test_a_signal_to_save_ends_nothing_between_two_starts():
     before = signal.getsignal(signal.SIGUSR1)
     with signals.ignored(signal.SIGUSR1):
@@ -187,6 +189,7 @@ def test_a_signal_to_save_ends_nothing_between_two_starts():
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+@pytest.mark.processes
 def test_a_start_that_comes_to_nothing_leaves_the_one_before_as_it_was(tmp_path):
     (own, once) = (Path(sys.executable).parent / "mpirun", tmp_path / "once")
     mpirun = _folder(tmp_path / "bin") / "mpirun"
@@ -301,6 +304,7 @@ def test_which_file_systems_hosts_have_in_common(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
     code = (
         "import resource, sys, torch\nfrom distrib.training.checkpoint import checkpoint_format as checkpoint\n"
@@ -313,6 +317,7 @@ def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoint(tmp_path):
     code = (
         "import os, signal, sys\nfrom distrib.training.checkpoint import checkpoint_format as checkpoint\n"

@@ -217,6 +217,7 @@ def test_a_mistyped_gpu_is_answered_with_the_one_that_may_be_meant(tmp_path):
     assert "RTX 4900  not in the catalogue; did you mean RTX-4090" in shown("--topology", "typo.yaml", cwd=tmp_path)
 
 
+@pytest.mark.processes
 def test_a_link_carries_no_more_than_the_uplink_on_its_way(tmp_path):
     (tmp_path / "t.yaml").write_text(
         'nodes:\n  - {hosts: "n[1-3]", nics: [{name: eth0, rate: 10GbE}]}\nswitches:\n  - {name: sw, hosts: "n[1-2]", uplink: 1GbE}\n'
@@ -268,6 +269,7 @@ def test_a_picture_of_what_fits_no_page(tmp_path):
     assert (tmp_path / "big.png").stat().st_size > 10_000
 
 
+@pytest.mark.processes
 def test_any_terminal_and_no_reader_will_do(lab):
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     words = [TOPO, "show", "-H", "lab.txt"]
@@ -286,6 +288,7 @@ def test_any_terminal_and_no_reader_will_do(lab):
         [LAUNCH, "-H", "lab.txt", "--dry-run", SCRIPTS / "where.py"],
     ],
 )
+@pytest.mark.processes
 def test_closed_outputs_are_nobody_s_failure(lab, command):
     words = " ".join(map(str, command))
     done = subprocess.run(["sh", "-c", f"{words} >&- 2>&-"], cwd=lab, timeout=200)
@@ -303,6 +306,7 @@ def test_closed_outputs_are_nobody_s_failure(lab, command):
         [LAUNCH, "-H", "lab.txt", "--dry-run", SCRIPTS / "where.py"],
     ],
 )
+@pytest.mark.processes
 def test_a_full_disk_is_told_of(lab, command):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -231,6 +231,7 @@ def test_the_slot_of_a_device(tmp_path):
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_this_machine_is_asked_where_nothing_is_named(tmp_path):
     done = show("-o", "here.yaml", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr, done
@@ -254,6 +255,7 @@ def test_this_machine_is_asked_where_nothing_is_named(tmp_path):
         ),
     ],
 )
+@pytest.mark.processes
 def test_mistakes_are_told(tmp_path, words, says):
     (tmp_path / "there.yaml").write_text("nodes: []\n")
     done = show(*words, cwd=tmp_path)
@@ -261,6 +263,7 @@ def test_mistakes_are_told(tmp_path, words, says):
     assert not (tmp_path / "new.yaml").exists()
 
 
+@pytest.mark.processes
 def test_a_picture_of_no_kind_is_refused_before_the_draft_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(show_command, "query_topology", lambda *of: pytest.fail("asked hosts"))
@@ -270,6 +273,7 @@ def test_a_picture_of_no_kind_is_refused_before_the_draft_is_written(tmp_path, m
 
 
 @pytest.mark.parametrize("text", ["nodes:\n  - hosts: n1\n    gpus: {count: 4}\n", "nodes: [\n"])
+@pytest.mark.processes
 def test_a_topology_of_other_days_beside_the_hostfile_does_not_matter_to_hosts_that_are_asked(
     tmp_path, monkeypatch, capsys, text
 ):
@@ -290,6 +294,7 @@ def test_a_topology_of_other_days_beside_the_hostfile_does_not_matter_to_hosts_t
     assert topo.main(["show", "-H", str(tmp_path / "cluster.txt")]) == (2 if "[" in text else 0)
 
 
+@pytest.mark.processes
 def test_that_no_host_answers_is_told(tmp_path):
     done = show("--ask", "-H", "nosuch.invalid", cwd=tmp_path)
     assert done.returncode == 3, done

@@ -470,6 +470,7 @@ def test_a_leader_that_closes_its_job_serves_its_members_to_the_end(parameter_se
     assert max(parameter_servers(servers=1, workers=2).each(work, "aa")) == 0
 
 
+@pytest.mark.processes
 def test_ranks_in_user_namespaces_of_their_own_see_no_memory_of_each_other():
     code = (
         "from distrib.training.parameter_server.host_aggregation import host_group; print(host_group.host_identity())"
