@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 
+import pytest
+
 from distrib_launch.rank_environment import is_secret
 from tests.conftest import JOB, LAUNCH
 
