@@ -400,9 +400,9 @@ def _launch(
     console.status(status_lines.start_line(plan))
     replaced = run_directory.prepare_run_dir(run_dir)
     if replaced:
-        console.say(f"note: {run_dir} held the logs and results of an earlier run: they are gone")
+        console.say(f"note: replaced logs and results of an earlier run in {run_dir}")
     if os.geteuid() == 0 and not _in_container():
-        console.say("note: running as root; on a shared cluster a user of your own is safer")
+        console.say("note: running as root; use your own user on a shared cluster")
     began = time.time()
     try:
         ended = AttemptLoop(options, console, plan_launch, script_input=script_input, input_ranks=input_ranks).run(plan)

@@ -226,7 +226,7 @@ def test_what_ranks_return_and_no_disk_takes_is_named(tmp_path):
     finally:
         subprocess.run(["umount", small], check=True)
     assert done.returncode != 0
-    assert re.search(r"what rank [01] returned cannot be kept: .*\.value: No space left on device", done.stderr), done
+    assert re.search(r"return value of rank [01]: .*\.value: No space left on device", done.stderr), done
 
 
 def test_arguments_that_are_too_long_to_send_are_refused():

@@ -132,7 +132,7 @@ class AttemptLoop:
             before: CompletedAttempt | None = None
             while ended.result.status == "failed" and len(self._earlier) < self._options.max_restarts:
                 if before and is_same_failure(before, ended):
-                    self._warn("it failed twice at once with the same error: it was not restarted once more")
+                    self._warn("not restarted again: the job failed twice with the same error, before its first step")
                     break
                 ended.report_failure(self._console)
                 before = ended = ended._replace(reported=True)
@@ -143,7 +143,7 @@ class AttemptLoop:
                 except _TimeLimitReached:
                     ended = ended.with_result(status="stopped", exit_code=124)
                 except (DistribError, OSError) as error:
-                    self._warn(f"it was not restarted: {error}")
+                    self._warn(f"not restarted: {error}")
                     break
         return ended.with_result(
             restarts=self._restarts,
@@ -269,7 +269,7 @@ class AttemptLoop:
             return
         if len(self._earlier) == last.plan.restarts:
             self._earlier.append(run_directory.set_aside(run_dir, last.plan.restarts, last.result))
-            self._console.say(f"the logs of the start before are in {run_dir / self._earlier[-1].folder}")
+            self._console.say(f"logs of the previous start: {run_dir / self._earlier[-1].folder}")
         else:  # an earlier start moved the files of `last`, failed before its ranks ran, and left its own files
             run_directory.clear_start(run_dir)
 

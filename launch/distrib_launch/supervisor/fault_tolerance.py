@@ -117,8 +117,8 @@ class ToleranceRules(NamedTuple):
         if self.plan.ranks[failed.rank].role != "server" or self.plan.strategy.replicas:
             return ""
         return (
-            f"parameter server rank {failed.rank} on {failed.host}, and its shard of the model, was lost: the job ends; "
-            "--replicas 1 survives the loss of a server"
+            f"parameter server rank {failed.rank} on {failed.host} was lost, with its shard of the model: the job ends\n"
+            "  use --replicas 1 to survive the loss of a server"
         )
 
 

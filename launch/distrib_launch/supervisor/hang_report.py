@@ -265,7 +265,7 @@ class HangReport:
             return ", and no rank is seen to wait for another"
         if self._is_unreadable:
             return f", and no stack can be read: {self.stacks[0].problem}"
-        return f": all {len(self.stacks)} ranks wait in {calls}; is the network up?"
+        return f": all {len(self.stacks)} ranks wait in {calls}; check the network"
 
     @property
     def _is_unreadable(self) -> bool:

@@ -161,8 +161,8 @@ class JobOutcome:
         if len(workers) < 2 or not all(state.independent for state in workers):
             return ""
         return (
-            f"no rank called distrib.init() or init_process_group(): {len(workers)} independent copies of the script ran; "
-            "job = distrib.init() and job.prepare(...) make them train one model"
+            f"no rank called distrib.init() or init_process_group(): {len(workers)} independent copies of the script ran\n"
+            "  call job = distrib.init() and job.prepare(...) to train one model"
         )
 
     def _unused_options(self) -> str:
@@ -173,6 +173,6 @@ class JobOutcome:
         ):  # the parameter servers report unused options
             return ""
         return (
-            f"{' '.join(options)} changed nothing: no model that learns was passed to job.prepare. "
-            "In the script, call model, optimizer = job.prepare(model, optimizer)"
+            f"{' '.join(options)} changed nothing: no model that learns was passed to job.prepare\n"
+            "  in the script, call model, optimizer = job.prepare(model, optimizer)"
         )

@@ -96,7 +96,7 @@ class RankMessages:
                 file.write(payload)
         except OSError as error:
             self._on_result_lost(
-                f"what rank {state.plan.rank} returned cannot be kept: {path}: {error.strerror}", str(path)
+                f"cannot write the return value of rank {state.plan.rank}: {path}: {error.strerror}", str(path)
             )
 
     def _on_exit_record(self, state: RankState, record: dict[str, Any]) -> None:

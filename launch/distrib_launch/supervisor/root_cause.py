@@ -28,13 +28,13 @@ NCCL_TIMEOUT = "watchdog caught collective operation timeout"
 
 KNOWN_CAUSES = (
     (("torch.outofmemoryerror", "torch.cuda.outofmemoryerror", "cuda out of memory", "hiperroroutofmemory", "'out of memory'"),
-     "out of GPU memory: a smaller batch, gradient accumulation or a larger GPU would help"),
+     "out of GPU memory: use a smaller batch, or --accumulate N"),
     (("cuda error: device-side assert",), "a kernel's check failed: run once with -x CUDA_LAUNCH_BLOCKING=1"),
     (("uncorrectable ecc error", "gpu is lost", "cuda error: unspecified launch failure"),
-     "a GPU that fails, or a kernel that wrote where it must not: see nvidia-smi -q and dmesg (Xid) on that host"),
+     "the GPU fails, or a kernel wrote out of bounds: see nvidia-smi -q and dmesg (Xid) on that host"),
     (("no space left on device",), "a disk or /dev/shm of the host is full"),
     (("eoferror: eof when reading a line",), "ranks have no standard input: give what is asked for as arguments"),
-    ((NCCL_TIMEOUT,), "not all ranks came to this collective: one was elsewhere, or the network failed"),
+    ((NCCL_TIMEOUT,), "not all ranks called this collective, or the network failed"),
     (("bus error", "killed by sigbus"), "often a /dev/shm that is too small for the DataLoader's workers"),
 )  # fmt: skip
 """Fragments of error messages in lower case, and their meaning."""
@@ -122,7 +122,7 @@ def describe_failure(
         error = first.error or (error_in(stderr) if first.signal is None else None)
     code, message = _lost(first, exits) if first.lost else (_error_code(first), _message(first, exits, error, stderr))
     if error and (module := message.partition("ModuleNotFoundError: No module named '")[2].partition("'")[0]):
-        pythonpath = ", or hand on what is set here: -x PYTHONPATH" if lacks_pythonpath else ""
+        pythonpath = ", or forward PYTHONPATH: -x PYTHONPATH" if lacks_pythonpath else ""
         message += f" (install {module.partition('.')[0]} for {interpreter} on {first.host}{pythonpath})"
     if error and first.signal == signal.SIGABRT:
         message += " (and SIGABRT while Python was ending)"

@@ -267,7 +267,7 @@ def test_well_known_ends_are_explained(tmp_path, words, meaning):
     assert words in failure.message and meaning in failure.message
     assert failure.traceback == raised(words).traceback
     apart = root_cause.describe_failure(first, [first], log, "/py", lacks_pythonpath=True).message
-    assert ("for /py on n1, or hand on what is set here: -x PYTHONPATH)" in apart) == ("ModuleNotFound" in words)
+    assert ("for /py on n1, or forward PYTHONPATH: -x PYTHONPATH)" in apart) == ("ModuleNotFound" in words)
 
 
 def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
@@ -374,7 +374,7 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
     )  # fmt: skip
     assert root_cause.is_consequence(None, log.read_text(), 6)
     told = root_cause.describe_failure(ending(0, exit_code=None, signal=6), [], log, "/py").message
-    assert told.startswith(f"killed by SIGABRT; last line: what():  {ended} (not all ranks came to this collective")
+    assert told.startswith(f"killed by SIGABRT; last line: what():  {ended} (not all ranks called this collective")
 
 
 def test_of_a_time_out_those_are_told_who_were_not_there(tmp_path):

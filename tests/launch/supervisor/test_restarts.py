@@ -75,7 +75,7 @@ def test_a_mistake_in_the_script_is_not_made_again_and_again(launch, tmp_path):
     run = launch("-np", "2", "--max-restarts", "9", script)
     assert run.code == 1, run
     assert run.result["restarts"] == 1
-    assert "it failed twice at once with the same error" in run.err
+    assert "failed twice with the same error" in run.err
     assert "KeyError: 'not there" in run.result["first_failure"]["message"]
 
 
