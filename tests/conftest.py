@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import io
 import json
@@ -66,18 +67,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = "" if HAS_GPU and _is_for_gpus(config) else "pytest -m gpu runs it" if HAS_GPU else "no NVIDIA GPU here"
     no_horovod = importlib.util.find_spec("horovod") is None and os.environ.get("DISTRIB_TEST_HOROVOD") != "required"
     for item in items:
-        if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())) or {"cluster", "forked", "gpu"} & set(
-            item.keywords
-        ):
+        marks = {mark.name for mark in item.iter_markers()}  # item.keywords have the names of folders, too
+        if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())) or {"cluster", "forked", "gpu"} & marks:
             item.add_marker("processes")
-        if "cluster" in item.keywords and why:
+        if "cluster" in marks and why:
             item.add_marker(pytest.mark.skip(reason=f"no virtual cluster: {why}"))
-        if "gpu" in item.keywords and no_gpu:
+        if "gpu" in marks and no_gpu:
             item.add_marker(pytest.mark.skip(reason=no_gpu))
-        if "horovod" in item.keywords and no_horovod:
+        if "horovod" in marks and no_horovod:
             item.add_marker(pytest.mark.skip(reason="Horovod is not installed: scripts/build-horovod builds it"))
     # Long tests first, so that short ones fill the end. Horovod is built beside the others.
-    items.sort(key=lambda item: ("horovod" in item.keywords, "processes" not in item.keywords))
+    items.sort(
+        key=lambda item: (
+            [item.get_closest_marker(name) is not None for name in ("alone", "horovod")]
+            + [item.get_closest_marker("processes") is None]
+        )
+    )
 
 
 def our_processes() -> dict[int, str]:
@@ -93,6 +98,28 @@ def our_processes() -> dict[int, str]:
             except OSError:
                 continue
     return found
+
+
+@pytest.fixture(autouse=True)
+def its_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run a test marked `alone` only while no other test runs (`pytest -n`)."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "turns").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        yield
+        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes forked by the test
+
+
+@pytest.fixture(autouse=True)
+def horovod_is_built(request: pytest.FixtureRequest) -> None:
+    """Wait for the Horovod that ./scripts/test builds beside the tests."""
+    built = os.environ.get("DISTRIB_HOROVOD_BUILT")
+    deadline = time.monotonic() + 600
+    while built and request.node.get_closest_marker("horovod") and not Path(built).exists():
+        assert time.monotonic() < deadline, "scripts/build-horovod does not end"
+        time.sleep(1)
 
 
 @pytest.fixture(autouse=True)

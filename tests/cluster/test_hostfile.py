@@ -181,6 +181,7 @@ def test_every_setting_of_the_example_is_valid() -> None:
     assert parse_hostfile("a " + " ".join(keys), "x").hosts[0].role == "server"
 
 
+@pytest.mark.processes
 def test_importing_the_parser_loads_no_clustershell_torch_or_yaml() -> None:
     code = "import sys, distrib.cluster.hostfile; print(*{'ClusterShell', 'torch', 'yaml'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent)

@@ -29,6 +29,7 @@ JOB = SCRIPTS / "job.py"
 GLOO = SCRIPTS / "gloo.py"
 
 
+@pytest.mark.processes
 def test_the_program_runs_in_a_bare_python_and_survives_a_talkative_shell(tmp_path):
     script = tmp_path / "a b'$\n.py"
     script.write_text("pass\n")

@@ -135,6 +135,7 @@ def test_line_numbers_after_the_measured_section_include_it(tmp_path, before):
         check_hosts(read_topology(path), parse_host_list("a,b"))
 
 
+@pytest.mark.processes
 def test_reading_a_topology_without_ranges_imports_neither_torch_nor_clustershell():
     code = (
         "import sys; from distrib.cluster.topology import parse_topology; "

@@ -11,6 +11,8 @@ import pytest
 from distrib_launch.arguments import launch_arguments
 from distrib_launch.cli import topo
 
+pytestmark = pytest.mark.processes
+
 
 def printed(command, *words, columns=80):
     """Run a command on a terminal of this width and return what it prints."""

@@ -57,12 +57,13 @@ def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
     assert rates["n1", "n3"] * 8 == pytest.approx(191e6, rel=0.05)
 
 
+@pytest.mark.alone  # the probe reports no uplink while CPUs are busy
 @pytest.mark.prioritized
 @repeat_if_spoiled
 @pytest.mark.forked
 def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, probe):
     racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]
-    cluster = make_cluster(8, rate="200mbit", racks=racks, trunk_rate="400mbit")
+    cluster = make_cluster(8, rate="400mbit", racks=racks, trunk_rate="800mbit")
     done = probe(cluster, "--quick", "--json")
     assert done.returncode == 0, done
     output = json.loads(done.stdout)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import random
 import re
 from itertools import pairwise
@@ -23,11 +21,6 @@ from distrib.training.strategies.base import create_strategy
 from distrib.training.world import World
 from tests.conftest import SCRIPTS
 from tests.support.ranks import run_ranks
-
-horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None and os.environ.get("DISTRIB_TEST_HOROVOD") != "required",
-    reason="Horovod is not installed: scripts/build-horovod builds it",
-)
 
 pytestmark = [pytest.mark.forked, pytest.mark.usefixtures("inductor_cache")]
 
@@ -55,10 +48,10 @@ TOLD = {
             "apart_later itself", id="sync, other models",
         ),
         pytest.param({"balance": True}, 3, "exact", "", id="balance", marks=pytest.mark.prioritized),
-        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen half_frozen complex_ones released", "", id="horovod", marks=horovod),
+        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen half_frozen complex_ones released", "", id="horovod", marks=pytest.mark.horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled two_optimizers", "", id="horovod, fp16",
-            marks=horovod,
+            marks=pytest.mark.horovod,
         ),
         pytest.param({**AVERAGE, "inner_steps": 4}, 2,
                      "wrapped itself compiled several scaled nan streamed targets averaged ported unfrozen short_rounds", "",
@@ -147,7 +140,9 @@ with distrib.init() as job:
         ({}, 0, "SGD was not passed to job.prepare, but the model that it trains was: unequal batches"),
         ({"accumulate": 2}, 1, "the model that it trains was: its batches are not accumulated"),
         ({"mode": "local", "inner_steps": 2}, 1, "trains was: replicas would diverge; model, "),
-        pytest.param({"backend": "horovod"}, 1, "trains was: replicas would diverge; model, ", marks=horovod),
+        pytest.param(
+            {"backend": "horovod"}, 1, "trains was: replicas would diverge; model, ", marks=pytest.mark.horovod
+        ),
     ],
 )
 def test_the_second_optimizer_of_a_model_was_not_prepared(tmp_path, strategy, code, says):

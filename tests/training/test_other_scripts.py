@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +10,6 @@ from tests.conftest import SCRIPTS
 from tests.virtual_cluster.calm import repeat_if_spoiled
 
 pytestmark = pytest.mark.forked
-
-
-@pytest.fixture
-def horovod():
-    """Wait for the Horovod that ./scripts/test builds beside the tests."""
-    if os.environ.get("DISTRIB_TEST_HOROVOD") != "required":
-        return
-    deadline = time.monotonic() + 600
-    while (built := os.environ.get("DISTRIB_HOROVOD_BUILT")) and not Path(built).exists():
-        assert time.monotonic() < deadline, "scripts/build-horovod does not end"
-        time.sleep(1)
 
 
 def said(run) -> list[str]:
@@ -67,7 +54,7 @@ def test_a_script_for_mpi_on_three_hosts(make_cluster, launch):
 
 
 @pytest.mark.horovod
-def test_a_script_for_horovod(horovod, launch):
+def test_a_script_for_horovod(launch):
     first, second = said(launch("-np", "2", SCRIPTS / "horovod_steps.py"))
     assert first.startswith("rank 0 of 2, local rank 0 of 2, 10 steps")
     assert second.startswith("rank 1 of 2, local rank 1 of 2, 10 steps")
@@ -75,7 +62,7 @@ def test_a_script_for_horovod(horovod, launch):
 
 @pytest.mark.horovod
 @pytest.mark.cluster
-def test_a_script_for_horovod_on_two_hosts(horovod, make_cluster, launch):
+def test_a_script_for_horovod_on_two_hosts(make_cluster, launch):
     cluster = make_cluster(2)
     run = launch("-H", cluster.hostfile, SCRIPTS / "horovod_steps.py", cluster=cluster)
     assert [line.partition(", 10")[0] for line in said(run)] == [
@@ -87,7 +74,7 @@ def test_a_script_for_horovod_on_two_hosts(horovod, make_cluster, launch):
 
 @pytest.mark.horovod
 @pytest.mark.prioritized
-def test_waiting_ranks_of_horovod_do_not_take_the_cores_from_the_others(horovod, launch):
+def test_waiting_ranks_of_horovod_do_not_take_the_cores_from_the_others(launch):
     """Horovod over MPI polls. With 4 ranks on 2 cores, 10 steps took 0.04 s, and 1.1 s without yielding."""
     ranks = min(2 * len(os.sched_getaffinity(0)), 8)
 

@@ -129,6 +129,7 @@ def test_output_of_refusals(tmp_path, matches):
         ("launch-hang", "--hang-timeout 3s ", "time.sleep(60)"),  # a fork's stack has the fork server's frames
     ],
 )
+@pytest.mark.processes
 def test_output_of_a_run(tmp_path, matches, name, words, end):
     (tmp_path / "train.py").write_text(TRAINS.replace("{end}", end))
     command = f"distrib-launch -np 2 {words}--run-dir run train.py"
