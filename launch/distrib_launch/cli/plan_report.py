@@ -14,6 +14,9 @@ from distrib.bandwidth_model.recommendations import Recommendation, faster_subse
 from distrib.bandwidth_model.scaling import NEGLIGIBLE_FRACTION
 from distrib.units import duration_text, number_text, rate_text, size_text
 
+MAX_ROWS = 6
+"""Rows of a table of recommendations: those that are worth a trial."""
+
 
 def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
     """Format the plan in lines of at most 100 characters, or of the terminal's width; only tables may be wider.
@@ -142,36 +145,31 @@ def _comparison(compared: Sequence[NetworkComparison]) -> list[str]:
 def _advice(advice: Sequence[Recommendation], hosts: str) -> list[str]:
     """Format the settings that are faster than the current ones: first the equivalent ones, then those that affect convergence."""
     current = next((each.prediction.samples_per_second for each in advice if not each.options and not each.batch), 0.0)
-    faster = [
-        each for each in advice if each.prediction.samples_per_second > 1.01 * current
-    ]  # less is within the error
-    exact = [each for each in faster if each.exact]
-    lossy = [each for each in faster if not each.exact]
+    # Less than 1 % is within the error.
+    faster = [each for each in advice if current and each.prediction.samples_per_second > 1.01 * current]
     lines = []
-    if exact:
-        rows = [_advice_row(each)[:3] for each in exact]
-        lines += [
-            "",
-            f"faster on {hosts}, same result:",
-            *table(("options", "samples/s", "efficiency"), rows, left=(0,)),
+    for is_exact, result, last in (
+        (True, "same result", "efficiency"),
+        (False, "other convergence (compare the loss)", "effect"),
+    ):
+        chosen = [each for each in faster if each.exact == is_exact]
+        rows = [
+            (
+                f"batches of {each.batch} in the script" if each.batch else " ".join(each.options),
+                f"x {each.prediction.samples_per_second / current:.2f}",
+                f"{each.prediction.efficiency:.1%}" if is_exact else each.convergence,
+            )
+            for each in chosen[:MAX_ROWS]
         ]
-    if lossy:
-        head = ("options", "samples/s", "efficiency", "effect on convergence")
-        lines += [
-            "",
-            f"faster on {hosts}, other convergence (compare the loss):",
-            *table(head, [_advice_row(each) for each in lossy]),
-        ]
+        if rows:
+            lines += [
+                "",
+                f"faster on {hosts}, {result}:",
+                *table(("options", "speed", last), rows, left=(0,) if is_exact else None),
+            ]
+        if len(chosen) > MAX_ROWS:
+            lines.append(f"{len(chosen) - MAX_ROWS} more with --json")
     return lines
-
-
-def _advice_row(each: Recommendation) -> tuple[str, ...]:
-    return (
-        f"batches of {each.batch} in the script" if each.batch else " ".join(each.options),
-        number_text(each.prediction.samples_per_second),
-        f"{each.prediction.efficiency:.1%}",
-        each.convergence,
-    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:

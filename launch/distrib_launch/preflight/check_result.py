@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -127,7 +128,9 @@ def table_text(
     every_column: bool = False,
     colour: bool = False,
 ) -> str:
-    """Format the table: a row for each host; hosts with equal rows share one. Empty if no column is shown.
+    """Format the table: a row for each host; hosts with equal rows share one. Columns beyond the terminal's width continue below.
+
+    Empty if no column is shown.
 
     Args:
         hosts: All hosts.
@@ -149,14 +152,22 @@ def table_text(
     rows: dict[tuple[str, ...], list[str]] = {}
     for host in hosts:
         rows.setdefault(tuple(status[host][name] for name in names), []).append(host)
-    grid = table.Table(box=None, pad_edge=False, header_style="bold" if colour else "")
-    grid.add_column("host", no_wrap=True)
-    for name in names:
-        grid.add_column(name, justify="center", no_wrap=True)
-    for cells, members in rows.items():
-        folded = ",".join(members) if len(members) < 3 else fold_hosts(members)
-        grid.add_row(folded, *(CELL_TEXT[cell] for cell in cells))
+    labels = [",".join(members) if len(members) < 3 else fold_hosts(members) for members in rows.values()]
+    room = shutil.get_terminal_size((400, 24)).columns - max(map(len, ("host", *labels)))
+    blocks: list[list[int]] = [[]]
+    for column in range(len(names)):
+        if blocks[-1] and sum(max(len(names[each]), 5) + 2 for each in (*blocks[-1], column)) > room:
+            blocks.append([])
+        blocks[-1].append(column)
     out = io.StringIO()
     system: Literal["standard"] | None = "standard" if colour else None
-    console.Console(file=out, width=400, force_terminal=colour, color_system=system).print(grid)
+    screen = console.Console(file=out, width=400, force_terminal=colour, color_system=system)
+    for block in blocks:
+        grid = table.Table(box=None, pad_edge=False, header_style="bold" if colour else "")
+        grid.add_column("host", no_wrap=True)
+        for column in block:
+            grid.add_column(names[column], justify="center", no_wrap=True)
+        for label, cells in zip(labels, rows, strict=True):
+            grid.add_row(label, *(CELL_TEXT[cells[column]] for column in block))
+        screen.print(grid)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

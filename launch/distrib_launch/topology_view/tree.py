@@ -155,10 +155,7 @@ def _link_line(link: LinkView, how: str) -> Text:
     found = f"{rate_text(link.bandwidth_bytes_per_second)}"
     many = f" (median of {link.links})" if link.origin == "measured" and link.links > 1 else ""
     got = (f"{found}{delay} measured{many}", "green") if link.origin == "measured" else (f"{found} usable{delay}", "")
-    origin = "" if link.origin == "measured" else "  catalogued"
-    return _text(
-        (f"{link.name}:", ""), (f"{name}{how}", "bold"), (f"{nominal}, " if name else " ", ""), got, (origin, "dim")
-    )
+    return _text((f"{link.name}:", ""), (f"{name}{how}", "bold"), (f"{nominal}, " if name else " ", ""), got)
 
 
 def _s(count: int) -> str:

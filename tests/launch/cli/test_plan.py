@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -24,7 +25,7 @@ LAB = EXAMPLES / "four-hosts-10gbe.txt"
 
 
 def plan(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return call(topo.main, "plan", *words, cwd=cwd)
+    return call(topo.main, "plan", *words, cwd=cwd, COLUMNS="100")
 
 
 def planned(*words: object) -> dict:
@@ -36,7 +37,7 @@ def planned(*words: object) -> dict:
 @pytest.mark.processes
 def test_a_table_says_how_far_it_scales_and_what_caps_it():
     words = [TOPO, "plan", "--workload", "bert-large", "-H", LAB, "--nodes", "1..9"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 0 and not done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("BERT-large on RTX-A6000, 8 samples a rank (catalogued): ")
@@ -54,10 +55,9 @@ def test_a_table_says_how_far_it_scales_and_what_caps_it():
 
 def test_slower_settings_are_not_recommended():
     out = plan("--workload", "ResNet-50", "--gpu", "A100", "--network", "25GbE", "--nodes", "16").stdout
-    rates = re.findall(r"^--\S.*?  +([\d,]+) ", out, re.MULTILINE)
-    current = re.search(r"^16 +128 +\S+ ms +([\d,]+) ", out, re.MULTILINE)
-    assert len(rates) > 3 and "--mode async" not in out
-    assert min(int(rate.replace(",", "")) for rate in rates) > int(current[1].replace(",", ""))
+    speeds = re.findall(r"^--\S.*?  +x ([\d.]+) ", out, re.MULTILINE)
+    assert len(speeds) > 3 and "--mode async" not in out
+    assert min(map(float, speeds)) > 1
 
 
 MIXED = EXAMPLES / "mixed-gpus.txt"
@@ -308,14 +308,14 @@ def test_mistakes_are_one_line(tmp_path, words, says):
     [
         (
             ["--batch", "1000000000"],
-            "argument --batch: '1000000000' is not a valid number of samples; give 1 or more, of at",
+            "--batch: '1000000000' is not a valid number of samples; give 1 or more, of at",
         ),
-        (["--efficiency", "0"], "argument --efficiency: '0' needs no network; give more than 0%"),
+        (["--efficiency", "0"], "--efficiency: '0' needs no network; give more than 0%"),
         (
             ["--nodes", "64..1"],
-            "argument --nodes: '64..1' is not a valid number of hosts; write such as 16, 1..64 or 1,2,4",
+            "--nodes: '64..1' is not a valid number of hosts; write such as 16, 1..64 or 1,2,4",
         ),
-        (["--nodes", "1..999999999"], "argument --nodes: '1..999999999' is more than 100,000 hosts"),
+        (["--nodes", "1..999999999"], "--nodes: '1..999999999' is more than 100,000 hosts"),
         (["-H", "a:2", "-H", "b:2"], "-H is given twice, a:2 and b:2; name all hosts in one list or file: a:2,b:2"),
     ],
 )

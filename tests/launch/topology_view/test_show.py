@@ -51,7 +51,7 @@ def test_the_tree_of_a_dgx_pod():
     for line in (
         "dgx[01-16], 16 hosts, 8 slots each",
         "8 x A100-SXM4-80GB, 80 GB at 2.04 TB/s, 312 TFLOPS bf16 dense",
-        "GPU to GPU: NVLink3 x12 through NVSwitch, 300 GB/s, 276 GB/s usable, 600 ns  catalogued",
+        "GPU to GPU: NVLink3 x12 through NVSwitch, 300 GB/s, 276 GB/s usable, 600 ns",
         "NUMA node 3, CPUs 48-63, GPU 0-1",
         "mlx5_[0-1]: 2 x HDR InfiniBand, 25 GB/s each, GPUDirect RDMA, near GPU 0-1, PCIe4 x16",
         "rack1: dgx[01-08], 2:1 oversubscribed",
