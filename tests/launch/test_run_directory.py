@@ -21,7 +21,7 @@ def test_a_run_that_replaces_an_earlier_one_prints_a_note(launch):
     command = [str(LAUNCH), "-np", "1", "--run-dir", str(run.run_dir), str(JOB)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done
-    assert f"note: {run.run_dir} held " in done.stderr
+    assert f"earlier run in {run.run_dir}\n" in done.stderr
     assert not (run.run_dir / "ranks/1.out").exists()
 
 
