@@ -1,6 +1,6 @@
 """Record terminal sessions on a virtual cluster for docs/recordings: `python scripts/recordings.py [NAME ...]`.
 
-Needs root and tmux. Each session runs in a terminal of 80x24 and one of 200x50, and is written as the terminal shows it.
+Needs root, tmux and tqdm. Each session runs in a terminal of 80x24 and one of 200x50, and is written as the terminal shows it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import torch
 job = distrib.init()
 model = torch.nn.Linear(100, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = torch.utils.data.TensorDataset(torch.randn(4800, 100))
+data = torch.utils.data.TensorDataset(torch.randn(2400, 100))
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model, optimizer, loader = job.prepare(model, optimizer, loader)
 fails = sys.argv[1] if len(sys.argv) > 1 and job.rank == 1 else ""
 for epoch in range(3):
-    for step, (batch,) in enumerate(loader):
+    for step, (batch,) in enumerate(job.progress(loader, text=f"epoch {epoch}")):
         loss = model(batch).square().mean()
         loss.backward()
         optimizer.step()
@@ -168,9 +168,9 @@ def main() -> None:
                     continue
                 page.append(f"## {recording.title}\n\n```text\n{record(recording, cluster, folder, size)}\n```\n")
                 print(page[-1], flush=True)
-        if not titles:
-            PAGES.mkdir(exist_ok=True)
-            (PAGES / f"{columns}x{lines}.md").write_text("\n".join(page))
+                if not titles:
+                    PAGES.mkdir(exist_ok=True)
+                    (PAGES / f"{columns}x{lines}.md").write_text("\n".join(page))
 
 
 if __name__ == "__main__":
