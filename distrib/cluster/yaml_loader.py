@@ -103,7 +103,9 @@ def read_topology_text(path: str | Path) -> str:
         TopologyError: The file cannot be read.
     """
     try:
-        return read_text(path, "topology file", "check the path; distrib-topo show --ask -o FILE drafts one", max_bytes=64 << 20)
+        return read_text(
+            path, "topology file", "check the path; distrib-topo show --ask -o FILE drafts one", max_bytes=64 << 20
+        )
     except UnreadableFileError as problem:
         raise TopologyError(
             problem.what, source=str(path), line=problem.line, hint=problem.hint, code="topology-unreadable"
