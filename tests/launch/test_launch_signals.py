@@ -192,7 +192,7 @@ def test_signals_for_scripts_reach_every_rank_and_the_job_continues(tmp_path, nu
     assert out.count(f"saving {number.name}") in (1, 2), out  # one line if both print at the same time
 
 
-@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGALRM, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGALRM])
 def test_other_signals_of_schedulers_stop_the_job_with_its_result(tmp_path, number):
     (tmp_path / "saver.py").write_text(SAVER)
     process = start_job(tmp_path / "run", "-np", "1", "saver.py")
@@ -201,6 +201,16 @@ def test_other_signals_of_schedulers_stop_the_job_with_its_result(tmp_path, numb
     assert process.returncode == 128 + number and number.name in err
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "stopped"
     assert (tmp_path / "saved-0").exists()
+
+
+def test_ctrl_backslash_shows_the_stacks_and_the_job_continues(tmp_path):
+    (tmp_path / "saver.py").write_text(SAVER)
+    process = start_job(tmp_path / "run", "-np", "1", "saver.py")
+    process.send_signal(signal.SIGQUIT)
+    assert any("rank 0" in line and "saver.py:" in line for line in process.stderr)
+    (tmp_path / "enough").touch()
+    process.communicate(timeout=50)
+    assert process.returncode == 0
 
 
 def test_sigusr1_to_a_rank_agent_reaches_its_rank_and_the_job_continues(tmp_path):

@@ -57,6 +57,7 @@ class HangDetector:
         self._ends_job = bool(timeout_seconds)
         self._timeout_seconds = timeout_seconds or settings.notice_seconds
         self._is_starting = True
+        self._is_requested = False
         self._closed_reported = self._hinted = False
         self.start()
 
@@ -80,6 +81,10 @@ class HangDetector:
         self._deadline = 0.0
         self._reported = False
         self._closed_seconds = self._settings.closed_seconds
+
+    def request_report(self) -> None:
+        """Show the stacks of all ranks as soon as they have arrived."""
+        self._is_requested = True
 
     def add_stack(self, state: RankState, dump: bytes) -> None:
         """Note a rank's stack.
@@ -105,10 +110,10 @@ class HangDetector:
         silent_seconds = now - self._last_progress
         if silent_seconds > self._settings.hint_seconds and not self._hinted and not self._closed_reported:
             self._hinted = True
-            what = "the job ends" if self._ends_job else "the stacks of all ranks are shown"
+            what = "the job ends" if self._ends_job else "the launcher shows them"
             self._console.say(
-                f"note: no rank has printed a line or finished a step for {self._settings.hint_seconds:.0f} s; "
-                f"{what} after {self._limit_seconds:g} s (--hang-timeout)"
+                f"note: no rank has printed a line or finished a step for {self._settings.hint_seconds:.0f} s; Ctrl-\\ shows the "
+                f"stacks of all ranks, and {what} after {self._limit_seconds:g} s (--hang-timeout)"
             )
         if self._stacks is None:
             if self._is_due(silent_seconds, workers):
@@ -125,6 +130,10 @@ class HangDetector:
         if not stacks:
             return None
         report = HangReport(stacks)
+        if self._is_requested:
+            self._is_requested = False
+            self._console.say("\n".join(report.lines(round(silent_seconds))))
+            return None
         if silent_seconds > self._limit_seconds:
             self._reported = True
             return self._report_hang(report, ranks)
@@ -140,6 +149,8 @@ class HangDetector:
         return max(self._timeout_seconds, self._settings.startup_seconds * self._is_starting)
 
     def _is_due(self, silent_seconds: float, workers: Sequence[RankState]) -> bool:
+        if self._is_requested:
+            return True
         if silent_seconds > self._limit_seconds:
             return not self._reported
         some_closed = len({state.closing for state in workers}) > 1

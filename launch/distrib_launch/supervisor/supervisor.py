@@ -313,7 +313,9 @@ class Supervisor:
             self._stop.begin(self.job.grace_seconds)
 
     def _on_signal(self, number: int) -> None:
-        if number in signals.STOPPING:
+        if number == signal.SIGQUIT:  # Ctrl-\, at which other runtimes show stacks, too
+            self._hang_detector.request_report()
+        elif number in signals.STOPPING:
             self._on_interrupt(number)
         elif number in signals.FORWARDED:
             for state in self.job.workers:
