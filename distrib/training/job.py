@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -22,7 +22,7 @@ from distrib.training.job_parts import JobParts
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.nan_guard import OnNan
 from distrib.training.prepare import PrepareOptions
-from distrib.training.progress import show_progress
+from distrib.training.rank_output import RankOutput
 from distrib.training.rendezvous import join
 from distrib.training.strategies.base import TrainingStrategy, create_strategy
 from distrib.training.world import find_device, find_world, planned_world, refuse_worker_process
@@ -84,7 +84,7 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
     return current_job
 
 
-class Job:
+class Job(RankOutput):
     """Handle of one rank to the job: the ranks that train together. Created by `distrib.init()`.
 
     Use it as a context manager, or call `close`; otherwise it closes when the script ends, and then waits for the other ranks.
@@ -123,14 +123,6 @@ class Job:
     def closed(self) -> bool:
         """True after the job was closed or has failed."""
         return self._parts.shutdown.closed
-
-    @property
-    def is_main(self) -> bool:
-        """True on the main rank, which prints and saves. The main rank is rank 0.
-
-        In mode async it may become another rank, so read this property each time. A disconnected rank waits here for the servers.
-        """
-        return self._parts.is_main
 
     @property
     def stepped(self) -> bool:
@@ -337,43 +329,6 @@ class Job:
             epoch = job.restore("last.pt", model=model, optimizer=optimizer, epoch=0)["epoch"]
         """
         return self._open().checkpoints.restore(path, objects)
-
-    def log(self, /, **metrics: Any) -> None:
-        """Send metrics of this rank to the launcher, which writes them to `metrics.jsonl`. Does not wait for other ranks.
-
-        Args:
-            metrics: Numbers, strings, or lists and dicts of them. A tensor of one element is converted, which waits for its GPU.
-
-        Raises:
-            TrainingError: A value has another type, or all metrics together exceed 4 KiB.
-        """
-        self._parts.log(metrics)
-
-    def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True) -> None:
-        """Print on the main rank only.
-
-        Args:
-            values: As for `print`.
-            sep: As for `print`.
-            end: As for `print`.
-            file: As for `print`.
-            flush: As for `print`, but True by default.
-        """
-        if self.is_main:
-            print(*values, sep=sep, end=end, file=file, flush=flush)
-
-    def progress(self, items: Iterable[T], /, *, total: int | None = None, text: str = "") -> Iterator[T]:
-        """Iterate over items, with a progress bar on the main rank. Uses tqdm if it is installed, else prints a line every 10 s.
-
-        Args:
-            items: Such as a prepared loader.
-            total: Number of items; None: their length, if they have one.
-            text: Text before the bar.
-
-        Example:
-            for inputs, targets in job.progress(loader, text=f"epoch {epoch}"):
-        """
-        return show_progress(items, total=total, text=text, is_shown=self.is_main)
 
     def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = 5, steps: int = 20) -> None:
         """Measure the next steps and write a workload for `distrib-topo plan`. Call it before `prepare`, in a job of one rank.

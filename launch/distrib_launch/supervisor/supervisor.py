@@ -110,10 +110,7 @@ class Supervisor:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> results.Result:
-        """Run the job.
-
-        Returns:
-            Its result.
+        """Run the job, and return its result.
 
         Raises:
             LaunchError: The job could not be started.
