@@ -250,6 +250,7 @@ def test_a_launcher_behind_a_firewall_is_told_so(make_cluster, launch):
 
 
 @pytest.mark.cluster
+@pytest.mark.forked
 def test_ranks_keep_to_the_ports_that_the_kernel_may_give(make_cluster, launch):
     """A site opens some ports and restricts the kernel to them. Libraries that choose a port must use that range."""
     cluster = make_cluster(3)
