@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from distrib import units
@@ -61,6 +62,16 @@ def end_line(result: Result, run_dir: Path) -> str:
         (path for name in ("report.html", run_directory.RESULT) if (path := run_dir / name).exists()), run_dir
     )
     return f"{line}; see {short_path(details)}"
+
+
+def warning_line(warnings: Sequence[str]) -> str:
+    """Return a reminder of warnings that scrolled by: their number and the first one.
+
+    Args:
+        warnings: At least one.
+    """
+    first = textwrap.shorten(warnings[0].partition("\n")[0], MAX_MESSAGE_LENGTH)
+    return f"warning: {first}" if len(warnings) == 1 else f"{len(warnings)} warnings, the first: {first}"
 
 
 def failed_part(failure: Failure) -> str:

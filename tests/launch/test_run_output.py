@@ -187,3 +187,21 @@ def test_messages_begin_on_their_own_line_after_progress_bars(launch, tmp_path):
     assert "[1@localhost] Traceback (most recent call last):" in lines, run
     assert "distrib-launch: error: rank 1 on localhost failed first: KeyError: 'batch'" in lines, run
     assert not any(line.startswith("[1@localhost]") and "%" in line for line in lines), run
+
+
+@pytest.mark.forked
+def test_warnings_of_the_library_are_repeated_at_the_end(launch, tmp_path):
+    script = tmp_path / "forgotten.py"
+    script.write_text(
+        "import torch, distrib\n"
+        "job = distrib.init()\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "model(torch.ones(1, 1)).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    run = launch("-np", "2", script)
+    assert run.code == 0, run
+    assert "SGD" in run.result["warnings"][0]
+    warning, end = run.err.splitlines()[-2:]
+    assert "SGD" in warning and "succeeded" in end

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from distrib.errors import TrainingError
 from distrib.training.checkpoint.replicas import NO_STAMP, Stamp
@@ -50,7 +51,9 @@ def write(
             where, what = _unsafe(name, value) or (name, f"a {type(value).__name__}")
             raise TrainingError(
                 f"cannot save {where}, {what}",
-                hint="save objects with a state_dict, tensors, numbers, strings, or lists and dicts of them",
+                hint="pass loaders to job.prepare first"
+                if isinstance(value, DataLoader)
+                else "save objects with a state_dict, tensors, numbers, strings, or lists and dicts of them",
                 code="checkpoint-unsavable",
             )
     path = Path(path)

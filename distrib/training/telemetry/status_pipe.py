@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import select
@@ -16,6 +17,21 @@ import torch
 from distrib.environment import DISTRIB_STATUS_FD
 from distrib.errors import TrainingError
 from distrib.training.step_observer import StepObserver
+from distrib.utils.log import get_logger
+
+MAX_WARNING_LENGTH = 1000
+"""Characters of a warning: a line of the pipe is at most `select.PIPE_BUF` bytes."""
+
+
+class _WarningRecorder(logging.Handler):
+    """Send the library's warnings to the launcher, which repeats them at the end of the job."""
+
+    def __init__(self, pipe: StatusPipe) -> None:
+        super().__init__(logging.WARNING)
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pipe.warning(record.getMessage())
 
 
 class StatusPipe(StepObserver):
@@ -36,7 +52,10 @@ class StatusPipe(StepObserver):
     def from_environment(cls) -> StatusPipe:
         """Open the pipe that DISTRIB_STATUS_FD names. Without it, all messages are dropped."""
         text = os.environ.get(DISTRIB_STATUS_FD, "")
-        return cls(int(text) if text.isdecimal() else None)
+        pipe = cls(int(text) if text.isdecimal() else None)
+        if pipe.is_read:
+            get_logger("training").parent.addHandler(_WarningRecorder(pipe))  # type: ignore[union-attr]
+        return pipe
 
     def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
         """Report a step, at most ten times per second. The last step is always reported, perhaps half a second later.
@@ -64,6 +83,14 @@ class StatusPipe(StepObserver):
     def closing(self) -> None:
         """Report that the script has ended and waits for the other ranks."""
         self._write({"closing": True})
+
+    def warning(self, text: str) -> None:
+        """Report a warning.
+
+        Args:
+            text: The warning.
+        """
+        self._write({"warning": text[:MAX_WARNING_LENGTH]})
 
     def metrics(self, values: dict[str, Any], *, is_main: bool) -> None:
         """Report metrics of the script.

@@ -146,7 +146,7 @@ class PreflightGate:
         """Show and return the warnings: dropped hosts, and `more`."""
         if self.dropped:
             allowed = "--drop-bad-hosts" if self.options.drop_bad_hosts else f"--min-hosts {self.options.min_hosts}"
-            left = f"{len(self.dropped)} host(s) left out ({allowed}); {plan.world_size} rank(s) remain"
+            left = f"{len(self.dropped)} host(s) left out ({allowed}); {plan.world_size} rank(s) remain, with a smaller global batch"
             self.console.say(f"warning: {left}")
         warnings = [f"left out: {why}" for why in fold_by_host(self.dropped.items())] + list(more)
         for warning in warnings:

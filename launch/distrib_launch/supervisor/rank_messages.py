@@ -79,6 +79,8 @@ class RankMessages:
         state.independent = state.independent or status.get("independent") is True
         state.prepared = state.prepared or "prepared" in status
         self._hang_detector.on_progress()
+        if "warning" in status and (text := str(status["warning"])) not in self._job.warnings:
+            self._job.warnings.append(text)  # the rank has printed it
         if "measured" in status:
             self._monitor.add_report(state.plan.rank, status["measured"])
         if "metrics" in status and status.get("main", state.plan.rank == self._tolerance.main):
