@@ -401,7 +401,7 @@ def test_what_ends_a_gpu_is_told_and_not_what_torch_advises_after_it(tmp_path):
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\nframe #0: c10::Error\n"
     )
     told = root_cause.describe_failure(ending(3, exit_code=None, signal=6), [], log, "/py").message
-    assert "terminated with exception: CUDA error: uncorrectable ECC error encountered (a GPU that fails" in told, told
+    assert "terminated with exception: CUDA error: uncorrectable ECC error encountered (" in told, told
 
 
 def test_what_nccl_says_of_an_error_is_explained(tmp_path):
