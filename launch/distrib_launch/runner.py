@@ -432,8 +432,6 @@ def _launch(
         console.say(
             f"a step took {seconds * 1e3:,.4g} ms, predicted {predicted * 1e3:,.4g} ms ({seconds / predicted - 1:+.0%})"
         )
-    if result.status == "succeeded" and result.warnings:
-        console.status(status_lines.warning_line(result.warnings))
     if options.profile:
         profile_request.save(options, result, run_dir, console)
     console.status(status_lines.end_line(result, run_dir))

@@ -72,5 +72,5 @@ def test_habits_without_a_common_step(launch, options, lessons):
 def test_a_script_that_destroys_the_group_itself_is_told_what_that_leaves_out():
     run = run_ranks(2, SCRIPTS / "habits.py", "ends_itself")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "destroy_process_group(): checks between ranks at the end" in run.stdout + run.stderr
+    assert "destroy_process_group(): the last checks" in run.stdout + run.stderr
     assert "could not wait" not in run.stderr

@@ -10,7 +10,7 @@ import time
 from distrib import strategy
 from distrib.utils import netif
 from distrib.utils.ranges import ranges
-from distrib_launch import engines, results
+from distrib_launch import engines, results, status_lines
 from distrib_launch.results import Failure, MeasuredPerformance, Status
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.fault_tolerance import FaultTolerance
@@ -99,6 +99,8 @@ class JobOutcome:
         if status == "succeeded":
             for warning in filter(None, (self._independent_copies(), self._unused_options())):
                 job.warn(warning)
+            if job.rank_warnings:
+                job.console.status(status_lines.warning_line(job.rank_warnings))
         return results.Result(
             status=status,
             exit_code=exit_code,

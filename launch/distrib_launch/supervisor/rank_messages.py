@@ -81,6 +81,7 @@ class RankMessages:
         self._hang_detector.on_progress()
         if "warning" in status and (text := str(status["warning"])) not in self._job.warnings:
             self._job.warnings.append(text)  # the rank has printed it
+            self._job.rank_warnings.append(text)
         if "measured" in status:
             self._monitor.add_report(state.plan.rank, status["measured"])
         if "metrics" in status and status.get("main", state.plan.rank == self._tolerance.main):

@@ -161,6 +161,8 @@ class JobState:
         """Monotonic time of the first failure that ends the job, 0 for none."""
         self.started = time.time()
         self.warnings: list[str] = []
+        self.rank_warnings: list[str] = []
+        """Warnings of the library in the ranks, a part of `warnings`."""
         self._log_is_incomplete = False
 
     @property

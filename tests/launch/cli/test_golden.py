@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,8 +44,9 @@ def with_placeholders(text: str, folder: Path, varies: str) -> str:
         folder: Its working directory.
         varies: `paths`, `times`: also times, rates and shares, or `numbers`: all numbers and widths of tables.
     """
-    for path in (folder, LAUNCH.parent, ROOT):
+    for path in (folder, LAUNCH.parent):
         text = text.replace(f"{path}/", "").replace(str(path), "FOLDER")
+    text = text.replace(sys.prefix, "VENV").replace(f"{ROOT}/", "").replace(str(ROOT), "FOLDER")
     text = re.sub(r"distrib-runs/\d{8}-\d{6}", "distrib-runs/TIME", text)
     text = re.sub(r"/tmp/distrib-\w+|\S*/site-packages/|\S*/lib/python3[^/]*/| --allow-run-as-root", "", text)
     text = re.sub(r"\d+ cores, expected at most \d+", "# cores, expected at most #", text)

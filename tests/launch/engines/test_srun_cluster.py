@@ -155,7 +155,7 @@ class TestInAnAllocation:
         cluster = make_slurm(2, slots=4)
         for number, (allocation, words, hosts) in enumerate(
             [
-                (["--exclusive"], (), ["n1", "n2"]),
+                (["--exclusive"], ("-v",), ["n1", "n2"]),
                 (["--exclusive", "--ntasks-per-node=1"], ("-np", "5"), ["n1", "n1", "n1", "n2", "n2"]),
                 (["--ntasks=3"], (), ["n1", "n1", "n2"]),
             ]
