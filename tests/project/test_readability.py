@@ -99,6 +99,7 @@ def test_measures(readability, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.processes
 def test_a_commit_and_a_folder_side_by_side(readability, capsys):
     assert readability.main(["--list", "HEAD", str(ROOT)]) == 0
     assert "import cycles" in capsys.readouterr().out
