@@ -161,7 +161,7 @@ def test_a_rank_that_is_stopped_is_told_from_one_that_computes(launch, tmp_path)
         "import os, signal\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
         "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.Barrier()\n"
     )
-    run = launch("-np", "2", "--hang-timeout", "4s", script, timeout=150)
+    run = launch("-np", "2", "--grace", "1s", "--hang-timeout", "4s", script, timeout=150)
     assert run.code == 1, run
     assert "kill -CONT" in run.err
     assert "(stopped.py:6 in <module>); 1 rank waits for it in Barrier" in run.err
