@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -87,9 +88,10 @@ def kill_rank(cluster: Cluster, folder: Path, rank: int) -> None:
     killed = []
     for host in cluster.hosts:
         for pid in cluster.processes(host):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
+            with contextlib.suppress(OSError):  # it has ended, perhaps with one that was killed before
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
     assert killed
 
 
