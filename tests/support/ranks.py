@@ -19,6 +19,16 @@ def run_ranks(
     ranks: int, script: Path, *arguments: object, seconds: float = 400, forked: bool = True, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` on `ranks` ranks of this host with mpirun only; `forked` uses the fork server."""
+    done = _run_once(ranks, script, *arguments, seconds=seconds, forked=forked, **variables)
+    if done.returncode and "PMIx server's listener thread failed to start" in done.stderr:
+        # Open MPI's own fault (lfortran/lfortran#8610), for which distrib-launch starts it once more, too. No rank has run.
+        done = _run_once(ranks, script, *arguments, seconds=seconds, forked=forked, **variables)
+    return done
+
+
+def _run_once(
+    ranks: int, script: Path, *arguments: object, seconds: float, forked: bool, **variables: str
+) -> subprocess.CompletedProcess[str]:
     mpirun = Path(sys.executable).parent / "mpirun"
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-np", str(ranks)]
     command = [mpirun, *options, sys.executable, script, *arguments]
