@@ -59,7 +59,7 @@ def repeat_if_spoiled(measure: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:
                 if not watch.spoiled:
                     raise
-                warnings.warn(f"{measure.__name__}: the machine stood still and spoiled it: {error}"[:500])
+                warnings.warn(f"{measure.__name__}: the machine was busy and spoiled it: {error}"[:500])
                 wait_for_calm()
         return measure(*args, **kwargs)
 
