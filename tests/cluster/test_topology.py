@@ -38,7 +38,7 @@ def test_a_topology_has_the_gpus_nics_and_switches_of_its_hosts():
     topology = dgx_and_old_hosts()
     assert topology.hosts == ("dgx01", "dgx02", "dgx03", "dgx04", "old1", "old2")
     assert topology.gpus_of("DGX02").count == 8
-    assert topology.gpus_of("nobody") is None and topology.nics_of("nobody") == ()
+    assert topology.gpus_of("n9") is None and topology.nics_of("n9") == ()
     assert [nic.name for nic in topology.nics_of("dgx03")] == [*(f"mlx5_{n}" for n in range(8)), "eno1"]
     assert [switch.name for switch in topology.switches_above("old1")] == ["rack2", "spine"]
     assert topology.switches_above("old2") == ()
