@@ -44,6 +44,12 @@ def test_a_quick_probe_of_few_hosts_finds_one_slow_direction(hosts, slow):
     assert [(f.kind, f.source, f.target) for f in found] == [("asymmetric_link", f"n{slow[0] + 1}", f"n{slow[1] + 1}")]
 
 
+def test_short_streams_of_a_quick_probe_may_scatter_more():
+    records = {mode.mode: Network(8, noise=0.002, slow={2: 0.94}).records(mode) for mode in (QUICK, DEFAULT)}
+    kinds = {mode: {finding.kind for finding in check_records(each)} for mode, each in records.items()}
+    assert kinds == {"quick": set(), "default": {"slow_host"}}
+
+
 def test_one_slow_direction_is_an_asymmetric_link():
     records = Network(6, noise=0.002, one_way={(1, 4): 0.5}).records(DEFAULT)
     found = check_records(records)

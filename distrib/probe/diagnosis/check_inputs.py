@@ -23,7 +23,7 @@ from distrib.probe.records import (
     SharedLinkSides,
 )
 from distrib.probe.secondary_networks import other_networks
-from distrib.probe.settings import Transport
+from distrib.probe.settings import LIMITS, Transport
 
 LinkRates = dict[tuple[str, str], float]
 """Bytes per second, by source and target host."""
@@ -79,6 +79,8 @@ class DiagnosisInputs:
     hosts: tuple[str, ...]
     primary: Transport
     """The transport whose rates decide about findings."""
+    slow_fraction: float = LIMITS.slow_fraction
+    """Fraction of the median rate below which a host or link is reported."""
     transport: Transport
     facts: Mapping[str, HostFacts]
     pairs: tuple[PairMeasurement, ...]
@@ -242,6 +244,7 @@ def collect_inputs(
     return DiagnosisInputs(
         hosts=starts[0].hosts,
         primary=starts[0].primary,
+        slow_fraction=LIMITS.slow_fraction_quick if starts[0].mode == "quick" else LIMITS.slow_fraction,
         transport=starts[0].primary,
         facts=facts,
         pairs=tuple(record for record in records if isinstance(record, PairMeasurement)),

@@ -27,11 +27,11 @@ def severity_of(ratio: float) -> Severity:
     return "error" if ratio < LIMITS.severe_fraction else "warning"
 
 
-def _slow_limit(rates: Sequence[float]) -> tuple[float, float]:
+def _slow_limit(rates: Sequence[float], slow_fraction: float) -> tuple[float, float]:
     """Return the rate below which a member of a class is slow, and the median. Slow members do not widen the spread."""
     median = statistics.median(rates)
     spread = MAD_TO_DEVIATION * statistics.median([rate - median for rate in rates if rate >= median])
-    return min(LIMITS.slow_fraction * median, median - LIMITS.min_deviations * spread), median
+    return min(slow_fraction * median, median - LIMITS.min_deviations * spread), median
 
 
 def _upper_quartile(values: Sequence[float]) -> float:
@@ -48,7 +48,7 @@ def _find_slow_hosts(inputs: DiagnosisInputs) -> Iterator[Finding]:
     for hosts in by_class.values():
         if len(hosts) < 3:
             continue  # with two hosts it is unknown which one is slow
-        limit, median = _slow_limit([max(rates.values()) for rates in hosts.values()])
+        limit, median = _slow_limit([max(rates.values()) for rates in hosts.values()], inputs.slow_fraction)
         for host, rates in hosts.items():
             low = {direction: rate for direction, rate in rates.items() if rate < limit}
             if low:
@@ -128,7 +128,7 @@ def _link_classes(inputs: DiagnosisInputs) -> Iterator[tuple[LinkRates, float, f
     for rates in classes.values():
         sample = [rate for pair, rate in rates.items() if pair in planned]
         sample = sample if len(sample) > 2 else list(rates.values())
-        yield (rates, *(_slow_limit(sample) if len(rates) > 2 else (0.0, 0.0)))
+        yield (rates, *(_slow_limit(sample, inputs.slow_fraction) if len(rates) > 2 else (0.0, 0.0)))
 
 
 def _find_asymmetric_links(inputs: DiagnosisInputs) -> Iterator[Finding]:
