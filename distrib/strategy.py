@@ -62,8 +62,8 @@ class GradientFormat:
     argument: Literal["", "rank", "fraction"] = ""
     """The field of `Gradients` that the user gives after a colon."""
     cost: Callable[[Gradients, float, float], tuple[float, float]] | None = None
-    """From the settings, elements and tensors of a bucket: bytes of the compressed bucket, and how often packing reads or writes it.
-    None: the gradients as they are."""
+    """From the settings, elements and tensors of a bucket: bytes of the compressed bucket, and how often packing reads or writes
+    the gradients. None: the gradients as they are."""
     effect: str = "compressed gradients"
     """The effect on convergence, in a few words."""
     recommended: str = ""
@@ -89,20 +89,20 @@ FORMATS = {
     "fp32": GradientFormat(compressor=f"{_COMPRESSION}:NoCompression", carries_parameters=True, horovod=True),
     "fp16": GradientFormat(
         compressor=f"{_COMPRESSION}:Half",
-        cost=lambda _, n, __: (2 * n, 3.0),
+        cost=lambda _gradients, elements, _tensors: (2 * elements, 3.0),
         effect="gradients in 16 bits",
         carries_parameters=True,
         horovod=True,
     ),
     "bf16": GradientFormat(
         compressor=f"{_COMPRESSION}:Half",
-        cost=lambda _, n, __: (2 * n, 3.0),
+        cost=lambda _gradients, elements, _tensors: (2 * elements, 3.0),
         effect="gradients in 16 bits",
         carries_parameters=True,
     ),
     "int8": GradientFormat(
         compressor="distrib.training.gradients.int8_blocks:Int8Blocks",
-        cost=lambda _, n, __: (n, 4.0),
+        cost=lambda _gradients, elements, _tensors: (elements, 4.0),
         effect="gradients in 8 bits, error fed back",
         recommended="int8",
     ),
@@ -117,7 +117,7 @@ FORMATS = {
     "topk": GradientFormat(
         compressor="distrib.training.gradients.top_k:TopK",
         argument="fraction",
-        cost=lambda g, n, _: (8 * (g.fraction or 0.01) * n, 8.0),  # a value and its index
+        cost=lambda gradients, elements, _: (8 * (gradients.fraction or 0.01) * elements, 8.0),  # a value and its index
         effect="only the largest gradients, error fed back",
         recommended="topk:0.01",
         all_gather=True,

@@ -41,8 +41,8 @@ class BucketSettings(msgspec.Struct, frozen=True):
     """The overhead of a bucket on busy CPUs against idle ones, at most."""
     min_gain_fraction: float = 0.02
     """The least gain against DDP's buckets that is worth a trial where the network is idle for half of the step."""
-    max_seconds: float = 0.06
-    """Time of a bucket on the network in one of the candidates. Two are in flight, and each waits for the other direction.
+    max_bucket_seconds: float = 0.06
+    """Longest time of a bucket in the candidate for slow links. Two are in flight, and each waits for the other direction.
 
     With DDP's buckets 4 to 6 % of 200 Mb/s stayed unused on 2 hosts of 4 ranks.
     """
@@ -301,7 +301,7 @@ def candidate_bounds(
     # Bounded, so that the copies out of shared memory do not all come at the end.
     largest = max(ddp_bucket_bytes(sum(sizes_bytes)), large_enough)
     coarse = optimal_bounds(sizes_bytes, ready_seconds, busy, max_bytes=largest)
-    longest = max(BUCKETS.default_bytes, int(BUCKETS.max_seconds / cost.seconds_per_byte))
+    longest = max(BUCKETS.default_bytes, int(BUCKETS.max_bucket_seconds / cost.seconds_per_byte))
     short = optimal_bounds(sizes_bytes, ready_seconds, busy, max_bytes=min(largest, longest))
     return [best, coarse, short, plain]
 

@@ -43,7 +43,8 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
 
     Args:
         timeout_seconds: Longest wait for other ranks, at start and in each collective, before an error is raised.
-        divergence_check_steps: Interval in steps at which parameters are compared between ranks, also when the job closes. 0 disables it.
+        divergence_check_steps: Interval in steps at which parameters are compared between ranks, also when the job closes. With 0, only before
+            the first step.
 
     Returns:
         The job.

@@ -69,8 +69,7 @@ class OptimizerStepper:
         """The prepared models that have parameters of the optimizer."""
         self._refusal: TrainingError | None = None
         averaged = strategy.averages_gradients and strategy.world.size > 1
-        # A gradient that was pushed to a server cannot be revoked, so the check must not be late in mode async.
-        late = False if strategy.exclusive_parameters else None
+        late = None if strategy.gradients_are_revocable else False
         self._nan_guard = NanGuard(optimizer, on_nan, averaged=averaged, late=late)
         self._step_counts = StepCountCheck(self._name)
         self._scaled = False

@@ -15,7 +15,7 @@ from distrib.errors import ConfigError, JobFailed
 from distrib.utils import files
 from distrib_launch import results, run_directory, runner
 from distrib_launch.arguments import launch_arguments
-from distrib_launch.arguments.options import option_words
+from distrib_launch.arguments.shared_options import option_words
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
 

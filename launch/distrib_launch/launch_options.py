@@ -32,7 +32,7 @@ class PodOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `distrib-launch`. The runner fills in `engine`, `environment`, `run_dir` and the names of the start."""
+    """Options of `distrib-launch`. The runner fills in `engine`, `environment`, `run_dir` and the names of the attempt."""
 
     script: str
     """Path of a Python file, or the name of a module (`module`)."""
@@ -95,11 +95,11 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     verbose: bool = False
 
     attempt_id: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
-    """Name of this start. A plan for fewer hosts keeps it, because connections are open in its name."""
+    """Name of this attempt. A plan for fewer hosts keeps it, because connections are open in its name."""
     job_id: str | None = None
-    """Name of the job's first start; None: this is the first."""
+    """Name of the first attempt; None: this is the first."""
     restarts: int = 0
-    """Number of restarts before this start."""
+    """Number of restarts before this attempt."""
 
     @property
     def adjacent_profile(self) -> Path | None:

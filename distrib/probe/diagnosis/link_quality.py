@@ -1,4 +1,4 @@
-"""Checks for noise, lost packets, flapping links and different MTUs."""
+"""Checks for noise, lost packets, flapping NICs and NICs with different MTUs."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Compressor:
     has_error_feedback = False
     """True if the compression error of a bucket is added to the same bucket of the next step."""
     warmup_steps = 0
-    """Number of uncompressed steps at the start."""
+    """Number of uncompressed steps at the start, if more than the three before bucket boundaries are fixed."""
     value_dtype: torch.dtype | None = None
     """Type in which values travel; None if each travels in its own type."""
     torch_hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]] | None = None

@@ -20,7 +20,7 @@ class FailoverTimeouts(msgspec.Struct, frozen=True):
     """Time that a host group waits for a worker in another operation. A barrier of workers in the same step takes less."""
     connect_seconds: float = 2.0
     """Time that a server has to accept a worker before the worker tries the next server."""
-    suspend_seconds: float = 4.0
+    report_away_seconds: float = 4.0
     """Time without a server after which a worker reports to the other servers that they must not wait for it."""
     reconnect_seconds: float = 5.0
     """Time that workers wait for a worker whose connection is lost, and that a primary looks for its first replica."""
@@ -31,7 +31,7 @@ class FailoverTimeouts(msgspec.Struct, frozen=True):
     replica_seconds: float = 30.0
     """Time without its replica after which a primary that reaches few workers exits: longer than a network switch takes to restart.
     One that reaches most workers waits three times as long, and the higher number of two servers 30 s more, so that only one exits."""
-    fail_seconds: float = 120.0
+    give_up_seconds: float = 120.0
     """Time without a server after which a worker fails: a server that is restarted returns far earlier."""
     first_connect_seconds: float = 1800.0
     """Time that workers wait for a worker that has never connected: it may read its data first. Deaths are reported earlier."""

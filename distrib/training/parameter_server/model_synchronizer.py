@@ -124,7 +124,7 @@ class ModelSynchronizer:
         return [model for model in self.models if not table.chunks_of.keys().isdisjoint(model.parameters())]
 
     def take_step(self, table: WorkerTable, *, skip: bool = False) -> None:
-        """Push the gradients of a table. Waits for new values only where no forward pass would.
+        """Push the gradients of a table. Wait for new values of parameters that are used without calling their module.
 
         Args:
             table: The table.

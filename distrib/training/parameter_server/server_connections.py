@@ -169,7 +169,7 @@ class ServerConnections(ClientState):
             self._check_reachable(link, now)
         # A server that was never reached has taken no step without this worker.
         away = any(
-            link.was_welcomed and not link.welcomed and now - link.down_since > self.timeouts.suspend_seconds
+            link.was_welcomed and not link.welcomed and now - link.down_since > self.timeouts.report_away_seconds
             for link in self.links
         )
         if away and not self._is_suspended:
@@ -186,9 +186,9 @@ class ServerConnections(ClientState):
         name = f"parameter server {link.shard} at {host}:{port}{link.host and f' ({link.host})'}"
         if not link.was_reported and self.main[1] == self.rank:
             link.was_reported = True
-            text = f"{name} is unreachable for {down_seconds:.0f} s; the job fails after {self.timeouts.fail_seconds:.0f} s"
+            text = f"{name} is unreachable for {down_seconds:.0f} s; the job fails after {self.timeouts.give_up_seconds:.0f} s"
             log.info(text, extra=PLAIN)
-        if down_seconds > self.timeouts.fail_seconds:
+        if down_seconds > self.timeouts.give_up_seconds:
             hint = f"check the network between these hosts with distrib-topo check, and the log of server {link.shard}"
             if not self.replicas:
                 hint += "; --replicas 1 survives the death of a server"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from distrib.environment import DISTRIB_ADDRESS
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.chunk_buffers import ChunkBuffer
-from distrib.training.parameter_server.chunked_optimizer_state import (
+from distrib.training.parameter_server.optimizer_state_conversion import (
     check_state_shapes,
     state_by_parameter,
     state_of_chunk,

@@ -39,6 +39,8 @@ class TrainingStrategy:
     """True if gradients are the mean over all ranks when a step is taken."""
     exclusive_parameters = False
     """True if a parameter must not be in two optimizers, even if replicas stay equal."""
+    gradients_are_revocable = True
+    """False if the NaN check must end before a step is taken, as a gradient that reached a server cannot be revoked."""
     averages_in_backward = False
     """True if the model's backward pass averages gradients, also for an optimizer that was not prepared."""
 

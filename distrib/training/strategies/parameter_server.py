@@ -1,6 +1,6 @@
 """Asynchronous training with parameter servers, which hold the parameters. The script keeps its model, optimizer and loader.
 
-`optimizer.step()` pushes gradients and returns at once. The forward pass of a layer waits for its new values and installs them.
+`optimizer.step()` pushes gradients. The forward pass of a layer waits for its new values and installs them.
 Between a step and the next forward pass the model holds the values of the step before.
 
 Buffers, such as the running statistics of batch normalization, are broadcast from rank 0 at the start. Then each worker keeps its own,
@@ -43,6 +43,7 @@ class ParameterServerStrategy(ElasticStrategy):
     """Strategy of mode async: a rank pushes gradients to servers and receives updated parameters."""
 
     exclusive_parameters = True
+    gradients_are_revocable = False
 
     def __init__(
         self, strategy: Strategy, world: World, device: torch.device, timeouts: FailoverTimeouts = DEFAULT_TIMEOUTS

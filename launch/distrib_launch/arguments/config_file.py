@@ -12,7 +12,7 @@ import yaml
 
 from distrib.errors import ConfigError
 from distrib_launch.arguments.help_text import CommonHelp
-from distrib_launch.arguments.options import Parser, option_words
+from distrib_launch.arguments.shared_options import Parser, option_words
 
 if sys.version_info >= (3, 11):
     import tomllib

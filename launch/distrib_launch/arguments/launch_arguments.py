@@ -14,7 +14,7 @@ from distrib_launch import engines
 from distrib_launch.arguments import training_options
 from distrib_launch.arguments.config_file import add_config_option, parse_with_config
 from distrib_launch.arguments.help_text import CommonHelp
-from distrib_launch.arguments.options import (
+from distrib_launch.arguments.shared_options import (
     Parser,
     accept_old_spelling,
     add_connection_options,

@@ -10,7 +10,7 @@ from distrib import strategy, units
 from distrib.errors import ConfigError
 from distrib.strategy import MODES, OuterOptimizer, Strategy, format_names
 from distrib_launch.arguments.help_text import CommonHelp
-from distrib_launch.arguments.options import integer
+from distrib_launch.arguments.shared_options import integer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="reduce over all ranks at once "
                        "(flat) or inside each host first (hierarchical) (default: auto)")  # fmt: skip
     group.add_argument(
-        "--bucket", metavar="SIZE", help="send gradients in buckets of SIZE, such as 25MiB (default: by the link rate)"
+        "--bucket", metavar="SIZE", help="send gradients in buckets of SIZE, such as 25MiB (default: torch's on GPUs; on CPU hosts by model size and link rate)"
     )
     group.add_argument("--accumulate", type=integer("batches"), default=1, metavar="N", help="accumulate gradients of N "
                        "batches before each all-reduce (default: 1)")  # fmt: skip

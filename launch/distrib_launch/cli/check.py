@@ -22,7 +22,7 @@ from distrib.strategy import Strategy
 from distrib.utils import files
 from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import engines, plan_builder, rank_environment
-from distrib_launch.arguments.options import add_connection_options, add_host_filter, add_hosts, host_filter
+from distrib_launch.arguments.shared_options import add_connection_options, add_host_filter, add_hosts, host_filter
 from distrib_launch.console import tolerate_closed_pipe
 from distrib_launch.engines.ssh import write_ssh_config
 from distrib_launch.host_selection import HostFilter

@@ -11,7 +11,7 @@ from distrib.bandwidth_model import planner, scaling_plot
 from distrib.cluster.hosts import MAX_HOSTS
 from distrib.utils import plotting
 from distrib_launch.arguments.help_text import CommonHelp
-from distrib_launch.arguments.options import Parser, add_host_filter, add_hosts, fraction, host_filter, integer
+from distrib_launch.arguments.shared_options import Parser, add_host_filter, add_hosts, fraction, host_filter, integer
 from distrib_launch.cli import plan_report, plan_request
 from distrib_launch.console import tolerate_closed_pipe
 

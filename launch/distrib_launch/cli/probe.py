@@ -37,7 +37,7 @@ from distrib.utils.log import PLAIN, get_logger
 from distrib.utils.plotting import check_plot_path
 from distrib_launch import run_directory
 from distrib_launch.arguments.help_text import CommonHelp
-from distrib_launch.arguments.options import (
+from distrib_launch.arguments.shared_options import (
     Parser,
     accept_old_spelling,
     add_connection_options,

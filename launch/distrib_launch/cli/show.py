@@ -26,7 +26,7 @@ from distrib.units import format_size
 from distrib.utils import files, plotting
 from distrib.utils.log import get_logger
 from distrib.utils.ranges import ranges
-from distrib_launch.arguments.options import add_hosts, add_ssh
+from distrib_launch.arguments.shared_options import add_hosts, add_ssh
 from distrib_launch.cli import check
 from distrib_launch.console import tolerate_closed_pipe
 from distrib_launch.preflight.check_result import CheckResult

@@ -13,7 +13,7 @@ from distrib.errors import DistribError
 from distrib.utils import files, signals
 from distrib.utils.log import get_logger
 from distrib_launch.arguments.completion import complete_words, is_completing
-from distrib_launch.arguments.options import Parser
+from distrib_launch.arguments.shared_options import Parser
 from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
 
 COMMANDS = {

@@ -28,7 +28,7 @@ class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     min_python: tuple[int, int] = (3, 10)
     small_shm_bytes: int = 64 << 20
-    """Size of /dev/shm up to which the check warns: the default of containers."""
+    """Free space in /dev/shm up to which the check warns: the default size in containers."""
     no_disk_bytes: int = 1 << 20
     """Free space in /tmp below which the engine cannot start."""
     small_disk_bytes: int = 1 << 30

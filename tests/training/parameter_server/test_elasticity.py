@@ -204,7 +204,7 @@ def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make):
 
 def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make):
     """The workers do not train meanwhile, and therefore all reach the next reduction."""
-    cluster = make(timeouts=FailoverTimeouts(suspend_seconds=0.3), workers=2)
+    cluster = make(timeouts=FailoverTimeouts(report_away_seconds=0.3), workers=2)
     together = threading.Barrier(2, timeout=20)
 
     def evaluate(backend: ParameterServerStrategy) -> list[float]:
@@ -240,7 +240,7 @@ def test_workers_that_all_lose_a_server_before_they_evaluate_share_the_evaluatio
 
 
 def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(make):
-    cluster = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4, suspend_seconds=0.3), workers=2)
+    cluster = make(timeouts=FailoverTimeouts(reconnect_seconds=0.4, report_away_seconds=0.3), workers=2)
     first, second = cluster.each(lambda backend: straight(backend) and backend)
     cut_off(first, servers=[1])
     assert comes_true(lambda: cluster.servers[0].services[0].membership.members == {1})

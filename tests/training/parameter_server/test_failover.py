@@ -56,7 +56,7 @@ def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
 
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_what_is_advised_where_a_server_is_lost(replicas):
-    timeouts = FailoverTimeouts(warn_seconds=0.2, fail_seconds=0.3)
+    timeouts = FailoverTimeouts(warn_seconds=0.2, give_up_seconds=0.3)
     addresses = [("127.0.0.1", 9), ("127.0.0.1", 9)]
     client = ParameterClient(0, addresses, b"key", replicas=bool(replicas), timeouts=timeouts)
     with pytest.raises(TrainingError, match=r"server 0 at 127.0.0.1:9 .* worker rank 0 on ") as raised:
@@ -184,7 +184,7 @@ def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, replicas, lost):
     """The workers know the table, rank 0 is about to send its values, and the other workers wait for them."""
-    cluster = make(timeouts=FailoverTimeouts(rebuild_seconds=1.0, suspend_seconds=0.3), workers=2, replicas=replicas)
+    cluster = make(timeouts=FailoverTimeouts(rebuild_seconds=1.0, report_away_seconds=0.3), workers=2, replicas=replicas)
     give, given, have_values = WorkerTable.give_values, [], threading.Barrier(2)
 
     def interrupted(table: WorkerTable, numbers: Any, *, replace: bool) -> None:

@@ -485,7 +485,7 @@ def test_ranks_in_user_namespaces_of_their_own_see_no_memory_of_each_other():
 def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_server_is_lost(
     parameter_servers, several_hosts, monkeypatch
 ):
-    cluster = parameter_servers(timeouts=FailoverTimeouts(suspend_seconds=0.3), workers=3)
+    cluster = parameter_servers(timeouts=FailoverTimeouts(report_away_seconds=0.3), workers=3)
     together = threading.Barrier(3, timeout=20)
     part = cluster.servers[0].services[0]
 
