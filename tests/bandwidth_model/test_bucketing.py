@@ -114,7 +114,10 @@ def test_on_a_slow_wire_the_clock_decides_between_cuts_that_a_model_finds_alike(
     late, soon = (finish_seconds(ends, sizes, ready, slow) for ends in (plain, best))
     assert soon > (1 - BUCKETS.min_gain_fraction) * late  # too close for the model to decide
     assert (
-        max(lengths(short)) <= BUCKETS.max_bucket_seconds / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
+        max(lengths(short))
+        <= BUCKETS.max_bucket_seconds / slow.seconds_per_byte
+        < max(lengths(coarse))
+        < max(lengths(plain))
     )
     fast = AllReduceCost(overhead_seconds=2e-5, seconds_per_byte=1e-10)
     assert candidate_bounds(sizes, ready, fast) == [plain]

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from distrib.environment import DISTRIB_ADDRESS
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.chunk_buffers import ChunkBuffer
+from distrib.training.parameter_server.client import ParameterClient
+from distrib.training.parameter_server.host_aggregation.host_group import HostTable
 from distrib.training.parameter_server.optimizer_state_conversion import (
     check_state_shapes,
     state_by_parameter,
     state_of_chunk,
 )
-from distrib.training.parameter_server.client import ParameterClient
-from distrib.training.parameter_server.host_aggregation.host_group import HostTable
 from distrib.training.parameter_server.parameter_changes import ParameterChangeCheck, PushedGradients
 from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec
 from distrib.training.parameter_server.server_optimizer import group_options, optimizer_spec

@@ -30,7 +30,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="reduce over all ranks at once "
                        "(flat) or inside each host first (hierarchical) (default: auto)")  # fmt: skip
     group.add_argument(
-        "--bucket", metavar="SIZE", help="send gradients in buckets of SIZE, such as 25MiB (default: torch's on GPUs; on CPU hosts by model size and link rate)"
+        "--bucket",
+        metavar="SIZE",
+        help="send gradients in buckets of SIZE, such as 25MiB (default: torch's on GPUs; on CPU hosts by model size and link rate)",
     )
     group.add_argument("--accumulate", type=integer("batches"), default=1, metavar="N", help="accumulate gradients of N "
                        "batches before each all-reduce (default: 1)")  # fmt: skip

@@ -184,7 +184,9 @@ def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, replicas, lost):
     """The workers know the table, rank 0 is about to send its values, and the other workers wait for them."""
-    cluster = make(timeouts=FailoverTimeouts(rebuild_seconds=1.0, report_away_seconds=0.3), workers=2, replicas=replicas)
+    cluster = make(
+        timeouts=FailoverTimeouts(rebuild_seconds=1.0, report_away_seconds=0.3), workers=2, replicas=replicas
+    )
     give, given, have_values = WorkerTable.give_values, [], threading.Barrier(2)
 
     def interrupted(table: WorkerTable, numbers: Any, *, replace: bool) -> None:
