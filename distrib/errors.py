@@ -116,7 +116,7 @@ ERROR_CODES: Mapping[str, Mapping[str, str]] = {
         "dataset-too-small": "fewer samples than ranks",
         "loader-unsupported": "a DataLoader cannot be shared",
         "checkpoint-unsavable": "an object cannot be saved",
-        "checkpoint-invalid": "not a checkpoint of job.save",
+        "checkpoint-invalid": "damaged, or not a checkpoint of job.save",
         "checkpoint-mismatch": "a checkpoint of another model or optimizer",
         "metric-invalid": "a metric is not a number, string or list, or too long",
         "error": "any other error",

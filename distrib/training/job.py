@@ -292,7 +292,7 @@ class Job(RankOutput):
         """
         return self._open().collectives.all_reduce(value, op)
 
-    def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
+    def save(self, path: str | os.PathLike[str], /, *, keep: int = 1, **objects: Any) -> None:
         """Write a checkpoint on the main rank. Other ranks continue without waiting.
 
         The file is replaced atomically. With `--max-restarts`, one rank of each host with its own file system writes a copy. Models are
@@ -300,20 +300,22 @@ class Job(RankOutput):
 
         Args:
             path: The file. Missing folders are created.
+            keep: Number of checkpoints to keep, with this one. Older ones are named `path`.1, `path`.2 and so on.
             objects: Objects with a `state_dict`, and plain values, by name.
 
         Raises:
-            TrainingError: `weights_only=True` could not load a value, or the last gradients were NaN or infinite.
+            TrainingError: `weights_only=True` could not load a value, `keep` is less than 1, or the last gradients were NaN or infinite.
 
         Example:
             job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
         """
-        self._open().save(path, objects)
+        self._open().save(path, objects, keep=keep)
 
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         """Load a checkpoint that `save` wrote. Collective.
 
-        Rank 0 reads the file and broadcasts it. With `--max-restarts`, a rank of the host with the newest file reads it.
+        Rank 0 reads the file and broadcasts it. With `--max-restarts`, a rank of the host with the newest file reads it. If it is
+        damaged, a warning names it, and the next older one or the copy of another host is restored.
 
         Args:
             path: The file. If it does not exist, rank 0 logs that and nothing is restored.
@@ -323,8 +325,8 @@ class Job(RankOutput):
             The plain values by name. Tensors that were on a GPU are on `device`, others on the CPU.
 
         Raises:
-            TrainingError: The file is not a checkpoint, or does not match the objects.
-            OSError: The file exists but cannot be read.
+            TrainingError: No file is a valid checkpoint, or the newest one does not match the objects.
+            OSError: The only file cannot be read.
 
         Example:
             epoch = job.restore("last.pt", model=model, optimizer=optimizer, epoch=0)["epoch"]

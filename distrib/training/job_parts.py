@@ -91,16 +91,17 @@ class JobParts:
             self.collectives.all_reduce(0.0, "sum")  # includes the steps of all other ranks
             self.state.synchronize()
 
-    def save(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> None:
+    def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, keep: int) -> None:
         """Check the last gradients, and write a checkpoint; see `Job.save`.
 
         Args:
             path: The file.
             objects: Objects with a `state_dict`, and plain values, by name.
+            keep: Number of checkpoints to keep, with this one.
         """
         for stepper in self.state.steppers:
             stepper.check_last_step(alone=True)
-        self.checkpoints.save(path, objects, is_main=self.is_main)
+        self.checkpoints.save(path, objects, keep=keep, is_main=self.is_main)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Send metrics to the launcher; see `Job.log`.

@@ -1,4 +1,4 @@
-"""The file format of checkpoints: written atomically, and read without running code."""
+"""The file format of checkpoints: written atomically, ended by a checksum, and read without running code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import pickle
 import socket
 import tempfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -21,10 +22,41 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from distrib.errors import TrainingError
-from distrib.training.checkpoint.replicas import NO_STAMP, Stamp
+from distrib.training.checkpoint.replicas import NO_STAMP, Stamp, older_name
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.ddp_module import DdpModule
 from distrib.training.to_device import move_to_device
+
+VERSION = 2
+"""Version of the format. Files of version 1 have no checksum."""
+_CHECKSUM_MARK = b"\ndistrib-crc32 "
+_CHECKSUM_BYTES = len(_CHECKSUM_MARK) + 9
+"""Length of the line after torch's archive: mark, CRC-32 of all bytes before it as 8 digits, newline. `torch.load` ignores it."""
+
+
+class _ChecksummedFile:
+    """Wrapper of a file that computes the CRC-32 of the bytes that torch.save writes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._checksum = file, 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._checksum = zlib.crc32(data, self._checksum)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def end(self) -> None:
+        self._file.write(_checksum_line(self._checksum))
+
+
+def _checksum_line(checksum: int) -> bytes:
+    return b"%s%08x\n" % (_CHECKSUM_MARK, checksum)
+
+
+def _has_checksum(data: bytes | memoryview) -> bool:
+    return bytes(data[-_CHECKSUM_BYTES:]).startswith(_CHECKSUM_MARK)
 
 
 def write(
@@ -32,6 +64,8 @@ def write(
     objects: dict[str, Any],
     backend: dict[str, Any] | None = None,
     stamp: Stamp = NO_STAMP,
+    *,
+    keep: int = 1,
 ) -> None:
     """Write a checkpoint beside `path`, flush it to the disk and rename it, so that `path` is complete at every moment.
 
@@ -40,6 +74,7 @@ def write(
         objects: Objects with a state_dict, and plain values. Names in models are those without DDP and torch.compile.
         backend: State of the training strategy.
         stamp: The identity of the checkpoint.
+        keep: Number of checkpoints to keep, with this one. Older ones are named `path`.1, `path`.2 and so on.
 
     Raises:
         TrainingError: `read` could not open the content safely. The old file stays.
@@ -66,15 +101,18 @@ def write(
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             content = {
-                "distrib": 1, "stamp": tuple(stamp), "states": states, "values": values, "backend": backend or {},
+                "distrib": VERSION, "stamp": tuple(stamp), "states": states, "values": values, "backend": backend or {},
             }  # fmt: skip
-            _save(content, file)
+            checksummed = _ChecksummedFile(file)
+            _save(content, checksummed)
+            checksummed.end()
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
         _check_opens(name, states)
         Path(name).chmod(0o666 & ~mask)  # mkstemp gives access to the owner only
+        _rename_older(path, keep)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -82,13 +120,27 @@ def write(
     _sync_folder(path.parent)
 
 
-def _save(content: dict[str, Any], file: IO[bytes]) -> None:
+def _save(content: dict[str, Any], file: _ChecksummedFile) -> None:
     try:
-        torch.save(content, file)
+        torch.save(content, file)  # type: ignore[arg-type]  # it needs write and flush only
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # a full disk; torch's own message only names file positions
             raise error.__context__ from None
         raise
+
+
+def _rename_older(path: Path, keep: int) -> None:
+    """Give each older checkpoint the next number. `path` stays a complete file, where the file system has hard links."""
+    for number in range(keep - 1, 1, -1):
+        with contextlib.suppress(FileNotFoundError):
+            older_name(path, number - 1).replace(older_name(path, number))
+    if keep > 1 and path.exists():
+        last = older_name(path, 1)
+        last.unlink(missing_ok=True)
+        try:
+            last.hardlink_to(path)
+        except OSError:  # a file system without hard links
+            path.replace(last)
 
 
 def _remove_partial(folder: Path, prefix: str) -> None:
@@ -138,18 +190,27 @@ def _unsafe(where: str, thing: Any) -> tuple[str, str] | None:
 
 
 def content(path: str | os.PathLike[str]) -> bytes | None:
-    """Read the bytes of a file.
+    """Read the bytes of a checkpoint and verify its checksum.
 
     Args:
         path: The file.
 
     Returns:
         The content; None if the file does not exist.
+
+    Raises:
+        TrainingError: The content has another checksum than the one at its end.
     """
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except FileNotFoundError:
         return None
+    if _has_checksum(data):
+        found = _checksum_line(zlib.crc32(memoryview(data)[:-_CHECKSUM_BYTES]))
+        if not data.endswith(found):
+            what = f"checksum {found[-9:-1].decode()}, expected {data[-9:-1].decode(errors='replace')}"
+            raise TrainingError(f"{path} is damaged: {what}", code="checkpoint-invalid")
+    return data
 
 
 class _Memory(io.RawIOBase):
@@ -207,13 +268,15 @@ def read(
     except Exception as error:  # torch raises a dozen types here
         raise TrainingError(f"{source} is no checkpoint of job.save: {error}", code="checkpoint-invalid") from error
     try:
-        states, values = saved["states"], saved["values"]
+        states, values, version = saved["states"], saved["values"], saved["distrib"]
     except (KeyError, TypeError, IndexError) as error:
         raise TrainingError(
             f"{source} was not written by job.save",
             hint="read what another script saved with torch.load, and give it to the model before job.prepare(model)",
             code="checkpoint-invalid",
         ) from error
+    if version >= VERSION and not _has_checksum(data):
+        raise TrainingError(f"{source} is damaged: its end, with the checksum, is missing", code="checkpoint-invalid")
     wanted = {name: thing for name, thing in objects.items() if has_state(thing)}
     if missing := sorted(wanted.keys() - states.keys()):
         raise TrainingError(

@@ -1,10 +1,11 @@
-"""Saving and restoring of a job's checkpoints: the main rank writes, and all ranks restore the newest file that a rank can read.
+"""Saving and restoring of a job's checkpoints: the main rank writes, and all ranks restore the newest valid file.
 
 A restartable job has replicas on its other hosts (`replicas`). The content of the file is in `checkpoint_format`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from distrib.errors import TrainingError
 from distrib.training.checkpoint import checkpoint_format, replicas
 from distrib.training.collectives import JobCollectives, gather_objects
 from distrib.training.strategies.base import TrainingStrategy
@@ -42,27 +44,30 @@ class Checkpoints:
         self._saves: Counter[str] = Counter()
         self._has_warned = False
 
-    def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, is_main: bool) -> None:
+    def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, keep: int, is_main: bool) -> None:
         """Write a checkpoint if this rank is the main rank or writes a replica; see `Job.save`.
 
         Args:
             path: The file.
             objects: Objects with a `state_dict`, and plain values, by name.
+            keep: Number of checkpoints to keep, with this one.
             is_main: True on the main rank.
 
         Raises:
             TrainingError: A value could not be loaded with `weights_only=True`. Replica writers warn instead.
         """
+        if type(keep) is not int or keep < 1:
+            raise TrainingError(f"job.save: keep is {keep!r}, expected 1 or more", code="checkpoint-unsavable")
         place = os.path.realpath(path)
         self._saves[place] += 1
         stamp = self._run.stamp(self._saves[place])
         if is_main:
             if self._strategy.replicas_differ and any(isinstance(thing, nn.Module) for thing in objects.values()):
                 self._warn_replicas_differ()
-            checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp)
+            checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp, keep=keep)
         elif self._writes_replica(path):
             try:
-                checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp)
+                checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp, keep=keep)
             # A full disk, or a state that only the main rank has. The main rank's checkpoint exists in any case.
             except Exception as error:
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
@@ -76,7 +81,7 @@ class Checkpoints:
             )
 
     def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
-        """Load the newest checkpoint on all ranks; see `Job.restore`. Collective.
+        """Load the newest complete and valid checkpoint on all ranks; see `Job.restore`. Collective.
 
         Args:
             path: The file.
@@ -86,24 +91,16 @@ class Checkpoints:
             The plain values by name.
 
         Raises:
-            TrainingError: The file is not a checkpoint, or does not match the objects.
+            TrainingError: No file is a valid checkpoint, or the newest one does not match the objects.
         """
-        source = self._newest(path) if self._run.max_restarts else 0
-
-        def read() -> bytes | None:
-            return checkpoint_format.content(path)
-
-        data = self._collectives.broadcast_content(source, read)
         place = Path(path).absolute()
-        if data is None:
+        found = self._read_newest(place, objects)
+        if found is None:
             if self._world.rank == 0:
                 how = "warning: the job was restarted, but there is" if self._run.restarts else "note:"
                 log.info(f"{how} no file {place}: nothing is restored", extra=PLAIN)
             return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
-        if source and self._world.rank == source:
-            log.info(f"rank {source} reads {place}: the newest copy")
-        self._strategy.finish_rounds()  # objects that are not restored continue from common parameters
-        values, state = checkpoint_format.read(data, objects, self._device, source=os.fspath(path))
+        values, state, number = found
         restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
         if all(isinstance(thing, nn.Module) for thing in restored):
             state = {}  # only weights are restored, perhaps from a job with other optimizers
@@ -111,27 +108,75 @@ class Checkpoints:
             self._strategy.load_state_dict(move_to_device(state, self._device))
         if self._world.rank == 0:
             numbers = "".join(f", {name} {value}" for name, value in values.items() if isinstance(value, int))
-            log.info(f"restored {os.fspath(path)}{numbers}", extra=PLAIN)
+            log.info(f"restored {os.fspath(path)}{number}{numbers}", extra=PLAIN)
         return values
+
+    def _read_newest(self, path: Path, objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str] | None:
+        """Load the newest valid copy of a checkpoint. Collective.
+
+        Returns:
+            The plain values, the strategy's state, and the end of the file's name after `path`; None if no file exists.
+        """
+        copies = self._copies(path)
+        failures: list[Exception] = []
+        while any(copies):
+            source = replicas.newest(_first_stamps(copies), self._run)
+            chosen = copies[source][0]
+            try:
+                read = functools.partial(checkpoint_format.content, chosen.path)
+                data = self._collectives.broadcast_content(source, read)
+                if data is not None:
+                    self._strategy.finish_rounds()  # objects that are not restored continue from common parameters
+                    values, state = checkpoint_format.read(data, objects, self._device, source=chosen.path)
+                    if source and self._world.rank == source:
+                        log.info(f"rank {source} reads {chosen.path}: the newest copy")
+                    if self._world.rank == 0:
+                        _warn_of_others(copies, source, failures)
+                    return values, state, chosen.path.removeprefix(str(path))
+            except (OSError, TrainingError) as error:
+                if isinstance(error, TrainingError) and error.code == "checkpoint-mismatch":
+                    raise
+                failures.append(error)
+            copies = [[copy for copy in own if copy.identity != chosen.identity] for own in copies]
+        if failures:
+            raise failures[0]
+        return None
 
     def _writes_replica(self, path: str | os.PathLike[str]) -> bool:
         """Test if this rank writes a replica for its host."""
         one_of_its_host = self._world.local_rank == 0 and self._world.local_size < self._world.size
         return bool(self._run.max_restarts) and one_of_its_host and not self._elastic and not replicas.is_shared(path)
 
-    def _newest(self, path: str | os.PathLike[str]) -> int:
-        """Find the rank that sees the newest checkpoint. Collective."""
-        if self._elastic or self._world.size == 1:
-            return 0
-        stamps = gather_objects(replicas.stamp_of(path))
-        chosen = replicas.newest(stamps, self._run)
-        if self._world.rank == 0 and (later := replicas.later(stamps, chosen)):
-            rank, own, other = later
-            log.warning(
-                f"restored {os.fspath(path)} of rank {chosen}, written {_when(own)}: rank {rank} has a later one of another run, "
-                f"written {_when(other)}\n  to continue from the later one, remove the older file before the next checkpoint"
-            )
-        return chosen
+    def _copies(self, path: Path) -> list[list[replicas.Copy]]:
+        """Find the copies of a checkpoint by rank in a restartable job, else those of the main rank. Collective."""
+        if self._elastic or self._world.size == 1 or not self._run.max_restarts:
+            return [self._collectives.from_main(lambda: replicas.copies_of(path))]
+        return gather_objects(replicas.copies_of(path))
+
+
+def _first_stamps(copies: list[list[replicas.Copy]]) -> list[replicas.Stamp | None]:
+    return [own[0].stamp if own else None for own in copies]
+
+
+def _warn_of_others(copies: list[list[replicas.Copy]], source: int, failures: list[Exception]) -> None:
+    """Warn of files that were skipped because they are damaged, and of a later checkpoint of another run."""
+    chosen = copies[source][0]
+    skipped = [str(error) for error in failures]
+    if chosen.stamp != replicas.NO_STAMP:
+        unreadable = {
+            own[0].identity: rank for rank, own in enumerate(copies) if own and own[0].stamp == replicas.NO_STAMP
+        }
+        skipped += [
+            f"{copies[rank][0].path} of rank {rank} is not a complete checkpoint" for rank in unreadable.values()
+        ]
+    for what in skipped:
+        log.warning(f"checkpoint skipped: {what}\n  restored instead: {chosen.path} of rank {source}")
+    if later := replicas.later(_first_stamps(copies), source):
+        rank, own_stamp, later_stamp = later
+        log.warning(
+            f"restored {chosen.path} of rank {source}, written {_when(own_stamp)}: rank {rank} has a later one of another run, "
+            f"written {_when(later_stamp)}\n  to continue from the later one, remove the older file before the next checkpoint"
+        )
 
 
 def _when(stamp: replicas.Stamp) -> str:

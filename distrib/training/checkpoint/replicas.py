@@ -1,11 +1,12 @@
 """Replicas of a checkpoint on the hosts of a restartable job, and the choice of the newest.
 
 If each host has its own file system, a checkpoint of the main rank alone is lost with its host. A replacement host may have an
-older one. So every checkpoint has a stamp with its run, start and number.
+older one. So every checkpoint has a stamp with its run, start and number. `job.save(keep=N)` leaves older ones in the same folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -99,14 +100,60 @@ def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
     Returns:
         The stamp; NO_STAMP if the file has none, None if the file does not exist.
     """
-    if not Path(path).is_file():
-        return None
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         run, start, number, when = saved["stamp"]
         return Stamp(str(run), int(start), int(number), float(when))
+    except FileNotFoundError:
+        return None
     except Exception:  # torch raises a dozen types here; the error message comes when the file is restored
         return NO_STAMP
+
+
+class Copy(NamedTuple):
+    """A checkpoint that a rank can read. Copies with equal `identity` (inode, size, time) are one file, seen by several ranks."""
+
+    path: str
+    stamp: Stamp
+    identity: tuple[int, int, int]
+
+
+def copies_of(path: Path) -> list[Copy]:
+    """Find a checkpoint and the older ones that `job.save(keep=N)` left.
+
+    Args:
+        path: The newest file.
+
+    Returns:
+        The existing ones by age, the newest first.
+    """
+    numbers: list[int] = []
+    with contextlib.suppress(OSError):
+        prefix = f"{path.name}."
+        ends = (name.removeprefix(prefix) for name in os.listdir(path.parent) if name.startswith(prefix))
+        numbers = sorted(int(end) for end in ends if end.isascii() and end.isdecimal())
+    copies = []
+    for file in [path, *(older_name(path, number) for number in numbers)]:
+        identity = 0, 0, 0
+        with contextlib.suppress(OSError):  # reading the file raises it again
+            status = file.stat()
+            identity = status.st_ino, status.st_size, status.st_mtime_ns
+        if stamp := stamp_of(file):
+            copies.append(Copy(str(file), stamp, identity))
+    return copies
+
+
+def older_name(path: Path, number: int) -> Path:
+    """Name an older checkpoint.
+
+    Args:
+        path: The newest one.
+        number: Number of saves since then, from 1.
+
+    Returns:
+        The file.
+    """
+    return path.with_name(f"{path.name}.{number}")
 
 
 def newest(stamps: Sequence[Stamp | None], run: Run) -> int:
