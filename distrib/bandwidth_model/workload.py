@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from distrib.errors import ConfigError
+from distrib.utils.json_text import encode_json
 
 ELEMENT_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "complex64": 8, "complex128": 16,
@@ -98,7 +99,7 @@ def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
     """
     partial = Path(f"{os.fspath(path)}.partial")
     try:
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(workload), indent=1) + b"\n")
+        partial.write_bytes(encode_json(workload, indent=1) + b"\n")
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", code="file-not-written") from None

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from distrib.cluster.remote import connectivity_agent, gpu_inventory, inventory_agent, network_inventory, sysfs
+from distrib.utils.json_text import decode_json
 
 Reply = TypeVar("Reply")
 Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
@@ -270,7 +271,7 @@ def parse_reply(output: str, kind: type[Reply]) -> Reply | None:
     if not begin or not end:
         return None
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decode_json(text, kind)
     except msgspec.DecodeError:
         return None
 

@@ -32,12 +32,13 @@ from distrib.probe.records import Record, decode_record, encode_record
 from distrib.probe.secondary_networks import secondary_addresses
 from distrib.probe.settings import TIMEOUTS
 from distrib.probe.worker import Worker
+from distrib.utils.json_text import decode_json
 from distrib.utils.mpi_env import OMPI_RANK
 
 
 def main() -> int:
     """Run a rank until the probe ends. Returns the exit code."""
-    spec = msgspec.json.decode(sys.argv[1], type=ProbeSpec)
+    spec = decode_json(sys.argv[1], ProbeSpec)
     mpi = init_mpi()
     comm = mpi.COMM_WORLD
     if comm.size != (planned := int(os.environ["WORLD_SIZE"])):

@@ -33,6 +33,7 @@ from distrib.cluster.hardware_catalog import find_gpu
 from distrib.environment import DISTRIB_PROFILE, DISTRIB_RESULT_FD
 from distrib.errors import TrainingError
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
+from distrib.utils.json_text import decode_json, encode_json
 from distrib.utils.log import PLAIN, get_logger
 
 log = get_logger("training")
@@ -369,7 +370,7 @@ class ProfileReply(msgspec.Struct, frozen=True, kw_only=True):
 
     def send(self) -> None:
         """Write the reply."""
-        data = msgspec.json.encode(self)
+        data = encode_json(self)
         while data:
             data = data[os.write(int(os.environ[DISTRIB_RESULT_FD]), data) :]
 
@@ -390,7 +391,7 @@ class JobProfiler:
         text = environ.get(DISTRIB_PROFILE)
         self._for_launcher = bool(text)
         if text:
-            request = msgspec.json.decode(text, type=ProfileRequest)
+            request = decode_json(text, ProfileRequest)
             self._begin(
                 request,
                 lambda workload, steps: self._leave(ProfileReply(workload=workload, steps=steps)),

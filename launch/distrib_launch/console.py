@@ -392,11 +392,13 @@ def report_error(error: object) -> None:
     log.get_logger("launch").error("%s", error)
 
 
-def ignore_closed_streams() -> None:
-    """Replace closed standard streams (`>&-`), for which Python has None, by /dev/null."""
+def prepare_streams() -> None:
+    """Replace closed standard streams (`>&-`), for which Python has None, by /dev/null. Let text that is not UTF-8 be printed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+        with contextlib.suppress(AttributeError):  # replaced by a notebook
+            getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def write_report(plan: LaunchPlan, result: Result, run_dir: Path, started: float
         f"<body>\n{chr(10).join(parts)}\n</body></html>\n"
     )
     partial = run_dir / "report.partial"
-    partial.write_text(page, encoding="utf-8")
+    partial.write_text(page, encoding="utf-8", errors="backslashreplace")
     partial.replace(run_dir / "report.html")
 
 

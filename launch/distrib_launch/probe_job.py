@@ -17,6 +17,7 @@ from distrib.probe.records import CollectiveMeasurement, PairMeasurement, ProbeE
 from distrib.probe.settings import GPUDIRECT_OFF_VALUES, GPUDIRECT_VARIABLE, Mode, Transport
 from distrib.probe.stages import LINKS_DONE
 from distrib.utils import signals
+from distrib.utils.json_text import encode_json
 from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import runner
 from distrib_launch.launch_options import LaunchOptions
@@ -139,7 +140,7 @@ class _ProbeLaunches:
             primary=options.transport, gpudirect=gpudirect,
         )  # fmt: skip
         wanted = msgspec.structs.replace(
-            options.launch, arguments=(msgspec.json.encode(spec).decode(),), run_dir=str(folder), bind="none", show_rank=0,
+            options.launch, arguments=(encode_json(spec).decode(),), run_dir=str(folder), bind="none", show_rank=0,
         status_lines=False
         )  # fmt: skip
         if not gpudirect:  # of several values of a variable the last one counts

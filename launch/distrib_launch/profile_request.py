@@ -12,6 +12,7 @@ from distrib.bandwidth_model.workload import Workload, write_workload
 from distrib.environment import DISTRIB_PROFILE
 from distrib.errors import ConfigError, LaunchError
 from distrib.utils import files
+from distrib.utils.json_text import decode_json, encode_json
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
@@ -70,7 +71,7 @@ def prepare(options: LaunchOptions) -> dict[str, str]:
             f"--profile {options.profile}: {problem}", hint="name a file to write", code="file-not-written"
         )
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
-    return {DISTRIB_PROFILE: msgspec.json.encode({"name": name}).decode()}
+    return {DISTRIB_PROFILE: encode_json({"name": name}).decode()}
 
 
 def save(options: LaunchOptions, result: Result, run_dir: Path, console: Console) -> None:
@@ -89,7 +90,7 @@ def save(options: LaunchOptions, result: Result, run_dir: Path, console: Console
         return  # the failure has been reported
     assert options.profile
     try:
-        reply = msgspec.json.decode((run_dir / "ranks/0.value").read_bytes(), type=_ProfileReply)
+        reply = decode_json((run_dir / "ranks/0.value").read_bytes(), _ProfileReply)
     except (OSError, msgspec.DecodeError):
         raise LaunchError(
             f"no profile: {options.script} ended without calling distrib.init()",

@@ -14,6 +14,7 @@ import msgspec
 
 from distrib.errors import ConfigError
 from distrib.utils import files
+from distrib.utils.json_text import decode_json, encode_json
 from distrib_launch.results import Attempt, Result
 
 ENGINE_LOG = "engine.log"
@@ -147,8 +148,8 @@ _FIELDS = (("plan.json", "job", str), (RESULT, "world_size", int), (PREFLIGHT, "
 def _is_run_dir(path: Path) -> bool:
     """Return True if a run used this folder, even one that was killed."""
     for name, key, kind in _FIELDS:
-        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
-            if isinstance(msgspec.json.decode((path / name).read_bytes())[key], kind):
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError):
+            if isinstance(decode_json((path / name).read_bytes(), dict[str, object])[key], kind):
                 return True
     return False
 
@@ -253,5 +254,5 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
         OSError: It cannot be written.
     """
     partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    partial.write_bytes(encode_json(value, indent=2) + b"\n")
     partial.replace(path)

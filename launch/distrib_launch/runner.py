@@ -124,10 +124,11 @@ def plan_launch(
     Raises:
         DistribError: The options, files or hosts do not allow the launch.
     """
-    _refuse_undecodable([options.script, *options.arguments, *options.variables, options.directory, options.run_dir])
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
     in_image = engine == "kubernetes"
-    if not in_image:
+    if in_image:
+        _refuse_undecodable([options.script, *options.arguments, *options.variables])
+    else:
         kubernetes.refuse_pod_options(options.pods)
         if not options.module:
             refuse_hostfile(options.script, options.hosts)
@@ -137,7 +138,8 @@ def plan_launch(
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
     resolved = _resolve(options, engine, dropped, allow_fewer_ranks=restart or bool(dropped))
-    _refuse_undecodable([f"{name}={value}" for name, value in resolved.environment.items()])
+    if in_image:
+        _refuse_undecodable([f"{name}={value}" for name, value in resolved.environment.items()])
     if before:
         resolved = msgspec.structs.replace(
             resolved,
@@ -328,7 +330,7 @@ def _add_forecast(
 
 
 def _refuse_undecodable(words: list[str]) -> None:
-    """Raise ConfigError for text that is not UTF-8, which JSON cannot contain."""
+    """Raise ConfigError for text that is not UTF-8, which a manifest of Kubernetes cannot contain."""
     for word in words:
         try:
             word.encode()

@@ -30,7 +30,7 @@ from tests.conftest import JOB, LAUNCH, TOPO, call
         ),
         (["-x", "NOT_SET_ANYWHERE", "JOB"], "-x NOT_SET_ANYWHERE: this variable is not set here"),
         (["-x", "RANK=7", "JOB"], "-x RANK: the launcher sets this variable itself"),
-        (["-x", "LATIN", "JOB"], "LATIN=/data/m\\udcfcller: not UTF-8 text"),
+        (["--engine", "kubernetes", "--image", "i", "-x", "LATIN", "JOB"], "LATIN=/data/m\\udcfcller: not UTF-8 text"),
         (["--timeout", "soon", "JOB"], "'soon' is not a valid time"),
         (["--timeout", "9" * 400, "JOB"], "is longer than 366d"),
         (["--host-timeout", "99999999999999999999", "JOB"], "is longer than 366d"),

@@ -34,6 +34,7 @@ from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 from distrib.utils.cpus import CpuLoad
 from distrib.utils.plotting import check_plot_path
+from distrib.utils.rlimits import raise_open_files
 from distrib_launch.cli import topo
 from distrib_launch.cli.probe_progress import ProgressStreams
 from distrib_launch.console import Console
@@ -113,6 +114,18 @@ def test_garbage_does_not_stop_the_one_who_is_waited_for(listener):
         garbage.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
         seen, _ = stream(listener, pings=3, seconds=0.1)
     assert seen.latency_seconds > 0
+
+
+def test_five_hundred_silent_connections_delay_no_stream(listener):
+    raise_open_files(4096)
+    with contextlib.ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+        for _ in range(2):
+            begun = time.monotonic()
+            seen, _ = stream(listener, streams=4, pings=3, seconds=0.1)
+            assert seen.latency_seconds > 0
+            assert time.monotonic() - begun < 1.5
 
 
 def test_a_receiver_whose_sender_cannot_connect_gives_up_soon():

@@ -50,6 +50,8 @@ class TcpBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Timeout of a connection. The kernel repeats SYN after 1 s and 3 s."""
     accept_seconds: float = 4.5
     """Timeout of the receiver for connections. It does not learn that its sender could not connect."""
+    max_silent_connections: int = 256
+    """Open connections of a listener that have sent no token. A further one replaces the oldest."""
 
 
 SETTINGS = TcpBenchSettings()
@@ -75,7 +77,8 @@ class SentStream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeListener:
-    """Listener for connections of the probe's other ranks on one address. Clients without the token are disconnected.
+    """Listener for connections of the probe's other ranks on one address. Clients without the token are disconnected, and silent ones
+    delay no other.
 
     Args:
         address: The local address; the kernel chooses the port.
@@ -85,8 +88,11 @@ class ProbeListener:
     def __init__(self, address: str, accept_seconds: float = SETTINGS.accept_seconds) -> None:
         self._accept_seconds = accept_seconds
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        self.socket = socket.create_server((address, 0), family=family, backlog=256)
+        self.socket = socket.create_server((address, 0), family=family, backlog=4096)
+        self.socket.setblocking(False)
         self.port: int = self.socket.getsockname()[1]
+        self._silent: dict[socket.socket, bytearray] = {}
+        """Connections with an incomplete hello, the oldest first."""
 
     def accept(self, token: bytes, task: int, streams: int, deadline: float) -> list[socket.socket]:
         """Accept the connections of one task; those of abandoned tasks are closed.
@@ -106,26 +112,60 @@ class ProbeListener:
         deadline = min(deadline, time.monotonic() + self._accept_seconds)
         found: dict[int, socket.socket] = {}
         try:
-            while len(found) < streams:
-                self.socket.settimeout(_remaining(deadline, "no connection came"))
-                try:
-                    sock, _ = self.socket.accept()
-                except TimeoutError:
-                    raise ProbeTimeout("no connection came") from None
-                try:
-                    sock.settimeout(min(2.0, _remaining(deadline, "no connection came")))
-                    theirs, number, index = _HELLO.unpack(_receive_exactly(sock, bytearray(_HELLO.size)))
-                except (OSError, ProbeTimeout):
-                    sock.close()
-                    continue
-                if not hmac.compare_digest(theirs, token) or number != task or index in found or index >= streams:
-                    sock.close()
-                    continue
-                found[index] = sock
+            with selectors.DefaultSelector() as selector:
+                for sock in (self.socket, *self._silent):
+                    selector.register(sock, selectors.EVENT_READ, sock)
+                while len(found) < streams:
+                    for key, _ in selector.select(_remaining(deadline, "no connection came")):
+                        sock = key.data
+                        if sock is self.socket:
+                            self._accept_waiting(selector)
+                        elif sock in self._silent and (hello := self._read_hello(sock, selector)):
+                            theirs, number, index = hello
+                            if hmac.compare_digest(theirs, token) and number == task and index < streams:
+                                found.setdefault(index, sock)
+                            if found.get(index) is not sock:
+                                sock.close()
         except BaseException:
             _close(found.values())
             raise
+        for sock in found.values():
+            sock.settimeout(self._accept_seconds)
         return [found[index] for index in range(streams)]
+
+    def _accept_waiting(self, selector: selectors.BaseSelector) -> None:
+        """Accept all connections that wait in the kernel's queue."""
+        with contextlib.suppress(OSError):  # no further one waits
+            while True:
+                sock, _ = self.socket.accept()
+                sock.setblocking(False)
+                selector.register(sock, selectors.EVENT_READ, sock)
+                self._silent[sock] = bytearray()
+                if len(self._silent) > SETTINGS.max_silent_connections:
+                    self._forget(next(iter(self._silent)), selector).close()
+
+    def _read_hello(self, sock: socket.socket, selector: selectors.BaseSelector) -> tuple[bytes, int, int] | None:
+        """Return token, task and index of a connection if its hello is complete. A connection that ended is closed."""
+        hello = self._silent[sock]
+        try:
+            data = sock.recv(_HELLO.size - len(hello))
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        hello += data
+        if data and len(hello) < _HELLO.size:
+            return None
+        self._forget(sock, selector)
+        if data:
+            return _HELLO.unpack(hello)
+        sock.close()
+        return None
+
+    def _forget(self, sock: socket.socket, selector: selectors.BaseSelector) -> socket.socket:
+        selector.unregister(sock)
+        del self._silent[sock]
+        return sock
 
 
 def connect_streams(

@@ -20,6 +20,7 @@ from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib.utils import files
+from distrib.utils.json_text import encode_json
 from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import engines, plan_builder, rank_environment
 from distrib_launch.arguments.shared_options import add_connection_options, add_host_filter, add_hosts, host_filter
@@ -157,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
         )
     with tolerate_closed_pipe():
         if options.json:
-            print(msgspec.json.encode(report).decode())
+            print(encode_json(report).decode())
         else:
             _print_report(report, every_column=options.verbose)
     return 0 if report.fit else 3

@@ -14,11 +14,12 @@ import msgspec
 from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import files, signals
+from distrib.utils.json_text import encode_json
 from distrib_launch import run_directory
 from distrib_launch.arguments.completion import complete_words, is_completing
 from distrib_launch.arguments.config_file import parse_with_config
 from distrib_launch.arguments.launch_arguments import EXAMPLES, USAGE, launch_options, parser
-from distrib_launch.console import ignore_closed_streams, report_error, tolerate_closed_pipe
+from distrib_launch.console import prepare_streams, report_error, tolerate_closed_pipe
 from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
 
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.raise_on_termination()  # until a job runs, which handles signals itself
     arguments = None
     problem: object = "interrupted"
-    ignore_closed_streams()
+    prepare_streams()
     if not (sys.argv[1:] if argv is None else argv) and not is_completing():
         print(f"usage: {USAGE}\n\n{EXAMPLES}\ndistrib-launch --help lists the options.", file=sys.stderr)
         return 2
@@ -81,12 +82,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _print_json(value: object) -> None:
     with tolerate_closed_pipe():
-        print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+        print(encode_json(value, indent=2).decode())
 
 
 def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(without_secrets(plan)).decode())
+        print(encode_json(without_secrets(plan)).decode())
         return
     servers = len(plan.ranks) - plan.world_size
     and_servers = f" and {servers} parameter server(s)" if servers else ""

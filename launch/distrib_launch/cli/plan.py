@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 
-import msgspec
-
 from distrib.bandwidth_model import planner, scaling_plot
 from distrib.cluster.hosts import MAX_HOSTS
 from distrib.utils import plotting
+from distrib.utils.json_text import encode_json
 from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.shared_options import Parser, add_host_filter, add_hosts, fraction, host_filter, integer
 from distrib_launch.cli import plan_report, plan_request
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         scaling_plot.draw_plan(path, request, plan)
     if options.json:
         with tolerate_closed_pipe():
-            print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
+            print(encode_json(plan, indent=2).decode())
         return 0
     with tolerate_closed_pipe():
         print("\n".join([*plan_report.lines(request, plan), *(f"drawn in {path}" for path in options.plot)]))

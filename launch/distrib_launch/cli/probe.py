@@ -33,6 +33,7 @@ from distrib.probe.probe_report import print_report
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
 from distrib.units import count_text
 from distrib.utils import files, signals
+from distrib.utils.json_text import decode_json, encode_json
 from distrib.utils.log import PLAIN, get_logger
 from distrib.utils.plotting import check_plot_path
 from distrib_launch import run_directory
@@ -303,7 +304,7 @@ class _ProbeCommand:
                 problems.append(error)
         with tolerate_closed_pipe():
             if self.options.json:
-                print(msgspec.json.format(msgspec.json.encode(output), indent=2).decode())
+                print(encode_json(output, indent=2).decode())
             else:
                 _print_results(output, records, start, done)
         return problems
@@ -339,7 +340,7 @@ def _read_baseline(path: str, hosts: set[str]) -> Measurements:
 def _read_inventories(run_dir: Path) -> dict[str, Inventory]:
     """Return the hosts' inventories from the preflight report; empty if there is none."""
     try:
-        return msgspec.json.decode((run_dir / run_directory.PREFLIGHT).read_bytes(), type=PreflightReport).inventories
+        return decode_json((run_dir / run_directory.PREFLIGHT).read_bytes(), PreflightReport).inventories
     except (OSError, msgspec.DecodeError):
         return {}
 

@@ -24,6 +24,7 @@ from distrib.cluster.topology_draft import draft_groups, topology_yaml
 from distrib.errors import ConfigError, PreflightError, TopologyError
 from distrib.units import format_size
 from distrib.utils import files, plotting
+from distrib.utils.json_text import encode_json
 from distrib.utils.log import get_logger
 from distrib.utils.ranges import ranges
 from distrib_launch.arguments.shared_options import add_hosts, add_ssh
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
             document = _as_json(view)
             if queried:
                 document["inventories"] = msgspec.to_builtins(queried.inventories)
-            print(msgspec.json.encode(document).decode())
+            print(encode_json(document).decode())
         else:
             _print_view(view, options.plot, queried, options.output)
     for problem in queried.problems if queried else ():

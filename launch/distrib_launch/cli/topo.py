@@ -14,7 +14,7 @@ from distrib.utils import files, signals
 from distrib.utils.log import get_logger
 from distrib_launch.arguments.completion import complete_words, is_completing
 from distrib_launch.arguments.shared_options import Parser
-from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
+from distrib_launch.console import prepare_streams, tolerate_closed_pipe
 
 COMMANDS = {
     "show": "show hosts, GPUs, NICs, links and switches, by files or by the hosts themselves",
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line without the program's name; None: that of this process.
     """
     signals.raise_on_termination()  # until a job runs, which handles signals itself
-    ignore_closed_streams()
+    prepare_streams()
     try:
         return _run(argv)
     except DistribError as error:

@@ -286,7 +286,7 @@ class _Srun(Engine):
         if any(host.python for host in plan.hosts):
             programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
             lines = [f"{n} {programs[rank.host]} -m distrib_launch.rank_agent\n" for n, rank in enumerate(plan.started)]
-            (run_dir / PROGRAMS).write_text("".join(lines))
+            (run_dir / PROGRAMS).write_bytes(os.fsencode("".join(lines)))
 
     def queued(self, log: Path) -> str:
         """Return the message of an srun that waits for resources; empty if it does not wait."""

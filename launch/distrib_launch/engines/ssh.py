@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -116,7 +117,7 @@ def write_ssh_config(run_dir: Path, plan: LaunchPlan) -> None:
             lines += ["  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
         elif plan.ssh_config != "none":
             lines.append(f'  Include "{plan.ssh_config}"')
-        (run_dir / SSH_CONFIG).write_text("\n".join(lines) + "\n")
+        (run_dir / SSH_CONFIG).write_bytes(os.fsencode("\n".join(lines) + "\n"))
 
 
 def is_control_path(word: str) -> bool:

@@ -23,7 +23,7 @@ from distrib.utils import signals
 from distrib.utils.framing import ProtocolError
 from distrib.utils.mpi_env import rank_identity
 from distrib.utils.netif import interface_of
-from distrib_launch.rank_agent import daemonize
+from distrib_launch.rank_agent import daemonize, reaper
 from distrib_launch.rank_agent.control_channel import (
     Assignment,
     Channel,
@@ -154,9 +154,11 @@ class RankAgent:
                     self._stop("engine", signal.SIGTERM, self._grace_seconds)
                 elif number in signals.FORWARDED and self._script:
                     self._script.signal(number)  # Slurm's --signal reaches the tasks, which are the agents
+                elif number == signal.SIGCHLD and self._script:
+                    reaper.wait_for_orphans(self._script.pid)
 
     def _on_messages(self, _: int) -> None:
-        is_refusal = True
+        is_refusal, is_wrong = True, False
         try:
             for kind, payload in self._channel.receive():
                 if kind is Kind.INPUT:
@@ -169,9 +171,10 @@ class RankAgent:
         except (ProtocolError, ValueError) as error:
             with contextlib.suppress(OSError):  # the engine may be gone
                 print(f"distrib: rank {self._identity.rank}: control channel: {error}", file=sys.stderr, flush=True)
-            self._channel.closed = True
+            self._channel.closed = is_wrong = True
         if self._channel.closed and not self._done:
-            self._on_launcher_lost(refused=is_refusal and self._is_away and self._said_hello)
+            is_refused = is_refusal and self._is_away and self._said_hello
+            self._on_launcher_lost(refused=is_refused or (is_wrong and not self._channel.proven))
 
     def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
         if kind is Kind.ASSIGN and not self._done:
@@ -213,7 +216,9 @@ class RankAgent:
             deadline = time.monotonic() + SETTINGS.lost_grace_seconds
             while not script.has_ended and time.monotonic() < deadline:
                 time.sleep(0.02)
-        if not self._may_return or refused:
+        # A launcher to which many connections came drops the oldest that have not proven the token.
+        may_retry = self._may_return or not self._channel.proven
+        if refused or not may_retry:
             self._done = True
         elif self._is_away:  # the network broke again
             self._rejoin_at = time.monotonic() + SETTINGS.rejoin_interval_seconds

@@ -1,8 +1,13 @@
-"""End all processes of a rank, even after the death of its agent. Standard library only."""
+"""End all processes of a rank, even after the death of its agent. Standard library only.
+
+The agent adopts the orphans of its script, so that it finds all processes of its rank below itself. The whole table of processes is read
+only after the death of an agent, and on kernels that do not list the children of a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -12,6 +17,66 @@ from pathlib import Path
 
 from distrib.environment import DISTRIB_PROCESS_TAG
 from distrib.utils import signals
+
+ATTEMPTS = 50
+"""Number of times that remaining processes are killed, 10 ms apart: a process in uninterruptible sleep may not end at all."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Option of prctl(2), from linux/prctl.h."""
+
+
+def adopt_orphans(*, enabled: bool) -> bool:
+    """Set if descendants of this process become its children when their parents end, in place of children of init.
+
+    Args:
+        enabled: True to adopt orphans.
+
+    Returns:
+        True if this process adopts orphans now, and can list its children.
+    """
+    can_list = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+    zero = ctypes.c_ulong(0)
+    failed = ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(enabled and can_list), zero, zero, zero)
+    return enabled and can_list and not failed
+
+
+def children_of(pid: int) -> set[int]:
+    """Return the children of a process, with those that have ended and were not waited for.
+
+    Args:
+        pid: Its process id.
+    """
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return found
+
+
+def wait_for_orphans(script: int) -> None:
+    """Remove adopted processes that have ended from the table of processes.
+
+    Args:
+        script: Process id of the script, for which its owner waits.
+    """
+    for pid in children_of(os.getpid()) - {script}:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def end_descendants() -> None:
+    """Kill all descendants of this process, which adopts orphans, and wait for them."""
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        level = left = children_of(os.getpid())
+        if not left:
+            return
+        while level := {child for pid in level for child in children_of(pid)} - left:
+            left |= level
+        send(left, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def tagged(tag: str) -> set[int]:
@@ -59,15 +124,15 @@ def send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def sweep(tag: str, session: int | None = None) -> None:
+def sweep(tag: str, session: int) -> None:
     """Kill all remaining processes of a rank.
 
     Args:
         tag: Its value of DISTRIB_PROCESS_TAG.
-        session: Its session, None for none.
+        session: Its session, 0 for none.
     """
     was_empty = False
-    for _ in range(50):
+    for _ in range(ATTEMPTS):
         left = tagged(tag) | (in_session(session) if session else set())
         if was_empty and not left:
             return

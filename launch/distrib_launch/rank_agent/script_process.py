@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import mmap
 import os
 import selectors
 import signal
@@ -77,11 +78,18 @@ class ScriptProcess:
         environ[env.TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
         self.started = time.time()
         self._memory = OutOfMemory()
-        with self._pipes(assignment, environ) as (status, passed):
-            self._process = self._spawn(assignment, environ, share, passed, script_input)
+        tag, session = self._tag, mmap.mmap(-1, 8)  # shared with the guard
+        reaper.adopt_orphans(enabled=False)  # so that the guard becomes a child of init
+        self._guard = reaper.Guard(lambda: reaper.sweep(tag, int.from_bytes(session[:], "little")))
+        self._adopts_orphans = reaper.adopt_orphans(enabled=True)
         try:
-            tag, session = self._tag, self._process.pid
-            self._guard = reaper.Guard(lambda: reaper.sweep(tag, session))
+            with self._pipes(assignment, environ) as (status, passed):
+                self._process = self._spawn(assignment, environ, share, passed, script_input)
+        except (OSError, Refused):
+            self._guard.dismiss()
+            raise
+        session[:] = self._process.pid.to_bytes(8, "little")
+        try:
             assert self._process.stdout and self._process.stderr
             for descriptor, kind in (
                 (self._process.stdout.fileno(), Kind.OUT),
@@ -231,8 +239,13 @@ class ScriptProcess:
         Returns:
             Its exit code; negative for the signal that ended it.
         """
-        reaper.sweep(self._tag, self._process.pid)
-        return self._process.wait()
+        self.signal(signal.SIGKILL)
+        code = self._process.wait()
+        if self._adopts_orphans:
+            reaper.end_descendants()
+        else:
+            reaper.sweep(self._tag, self._process.pid)
+        return code
 
     def read_rest(self) -> bool:
         """Read output that has arrived. Return True if there may be more."""

@@ -6,15 +6,15 @@ import contextlib
 import json
 import selectors
 import socket
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
+from distrib.utils.framing import ProtocolError
 from distrib_launch.rank_agent.control_channel import Channel, Kind
 
 MAX_UNAUTHENTICATED = 256
-"""Largest number of open connections that have not proven the token; further ones wait in the kernel's queue."""
+"""Largest number of open connections without proof of the token, beyond one per rank. A further one replaces the oldest."""
 
 OnFrame = Callable[[Kind, bytes], None]
 
@@ -26,6 +26,7 @@ class ControlListener:
         selector: Selector of the supervisor's loop.
         token: Secret of the job.
         addresses: IP addresses of this machine.
+        ranks: Number of ranks, which may all connect at once.
         accept: Called with an authenticated channel and its hello. Takes the channel over and returns the handler of the frames
             that came with the hello, or raises ProtocolError to refuse it.
     """
@@ -35,17 +36,20 @@ class ControlListener:
         selector: selectors.BaseSelector,
         token: str,
         addresses: Iterable[str],
+        ranks: int,
         accept: Callable[[Channel, dict[str, Any]], OnFrame],
     ) -> None:
         self._selector, self._token, self._accept_rank = selector, token, accept
-        self.unauthenticated: dict[Channel, float] = {}
+        self._limit = MAX_UNAUTHENTICATED + ranks
+        self.unauthenticated: dict[Channel, str] = {}
+        """Open connections without a hello, the oldest first, with the address of their peer."""
+        self._dropped: Counter[str] = Counter()
         self._sockets: list[socket.socket] = []
-        self._is_paused = False
         for address in sorted(addresses):
             listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
             self._sockets.append(listener)
             listener.bind((address, 0))
-            listener.listen(512)
+            listener.listen(4096)  # the kernel's own limit is net.core.somaxconn
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -55,15 +59,11 @@ class ControlListener:
         names = (listener.getsockname()[:2] for listener in self._sockets)
         return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in names)
 
-    def drop_unauthenticated(self, now: float) -> None:
-        """Close connections that have not proven the token in time.
-
-        Args:
-            now: Monotonic time.
-        """
-        for channel, since in list(self.unauthenticated.items()):
-            if now - since > HANDSHAKE_TIMEOUT_SECONDS:
-                self._drop(channel)
+    def describe_unauthenticated(self) -> str:
+        """Describe the connections that did not prove the token, open and dropped ones; empty if there were none."""
+        counts = self._dropped + Counter(self.unauthenticated.values())
+        by_address = ", ".join(f"{count} from {address}" for address, count in counts.most_common(4))
+        return f"; connections without proof of the job's token: {by_address}" if by_address else ""
 
     def close(self) -> None:
         """Close the sockets and all connections that were not handed over."""
@@ -73,18 +73,20 @@ class ControlListener:
             channel.close()
 
     def _accept(self, listener: socket.socket, _: int) -> None:
-        with contextlib.suppress(OSError):
-            if len(self.unauthenticated) >= MAX_UNAUTHENTICATED:
-                self._pause()
-                return
-            sock, _peer = listener.accept()
-            channel = Channel(sock, self._token, listener=True)
-            self.unauthenticated[channel] = time.monotonic()
-            self._selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._receive_hello(channel))
-            try:
-                channel.flush()
-            except OSError:
-                self._drop(channel)
+        with contextlib.suppress(OSError):  # no further connection waits
+            for _ in range(self._limit):
+                self._greet(*listener.accept())
+
+    def _greet(self, sock: socket.socket, peer: tuple[Any, ...]) -> None:
+        channel = Channel(sock, self._token, listener=True)
+        self.unauthenticated[channel] = peer[0]
+        self._selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._receive_hello(channel))
+        try:
+            channel.flush()
+        except OSError:
+            self._drop(channel)
+        if len(self.unauthenticated) > self._limit:
+            self._drop(next((one for one in self.unauthenticated if not one.proven), channel))
 
     def _receive_hello(self, channel: Channel) -> None:
         on_frame: OnFrame | None = None
@@ -97,26 +99,12 @@ class ControlListener:
                     raise ProtocolError(f"the first frame is {kind.name}, expected HELLO")
                 on_frame = self._accept_rank(channel, json.loads(payload))
                 del self.unauthenticated[channel]
-                self._resume()
         except (OSError, ProtocolError, ValueError, KeyError):
             channel.closed = True
         if channel.closed and channel in self.unauthenticated:
             self._drop(channel)
 
-    def _pause(self) -> None:
-        if not self._is_paused:  # another socket may have paused all of them in the same turn
-            self._is_paused = True
-            for listener in self._sockets:
-                self._selector.unregister(listener)
-
-    def _resume(self) -> None:
-        if self._is_paused:
-            self._is_paused = False
-            for listener in self._sockets:
-                self._selector.register(listener, selectors.EVENT_READ, self._accept)
-
     def _drop(self, channel: Channel) -> None:
-        del self.unauthenticated[channel]
-        self._resume()
+        self._dropped[self.unauthenticated.pop(channel)] += 1
         self._selector.unregister(channel.sock)
         channel.close()

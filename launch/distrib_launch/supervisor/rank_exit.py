@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from distrib.utils.json_text import decode_json
+
 Lost = Literal["", "closed", "silence"]
 """Loss of a rank without an exit record: its connection closed, or its host fell silent; empty: it was not lost."""
 
@@ -79,7 +81,7 @@ def parse_error_record(text: str) -> ErrorRecord | None:
         text: Content of the file that TORCHELASTIC_ERROR_FILE names.
     """
     try:
-        record: Any = msgspec.json.decode(text)["message"]
+        record: Any = decode_json(text, dict[str, Any])["message"]
         message = record if isinstance(record, str) else record["message"]
         extra = {"py_callstack": ""} if isinstance(record, str) else record["extraInfo"]
         return ErrorRecord(

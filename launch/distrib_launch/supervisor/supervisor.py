@@ -144,7 +144,8 @@ class Supervisor:
         """Listen on the addresses by which the hosts reach this machine, and on no others."""
         own = {"127.0.0.1"} if self.job.is_local else None
         addresses = set(self.job.plan.listen) or own or preflight.launcher_addresses(self.job.plan)
-        return ControlListener(self.selector, self._token, addresses, self.connections.accept)
+        ranks = len(self.job.ranks)
+        return ControlListener(self.selector, self._token, addresses, ranks, self.connections.accept)
 
     def _start_engine(self, listener: ControlListener) -> EngineProcess:
         engine = EngineProcess(self.job.plan, token=self._token, addresses=listener.addresses)
@@ -176,7 +177,6 @@ class Supervisor:
             if now >= next_ping:
                 self.connections.ping()
                 next_ping = now + SETTINGS.ping_seconds
-            listener.drop_unauthenticated(now)
             if self._engine.exit_code() is not None and not job.stopping:
                 if self._may_retry(self._engine):
                     self._retry(self._engine, listener)
@@ -185,6 +185,7 @@ class Supervisor:
                 self._on_engine_end(self._engine)
             elif not job.assigned and not job.stopping and now - start > SETTINGS.connect_seconds:
                 what = f"no further rank connected for {SETTINGS.connect_seconds:.0f} s"
+                what += listener.describe_unauthenticated()
                 raise _start_failure(job, self._engine, what)
             self._check_limits(now, now - begun + self._spent_seconds)
             self._check_hosts()

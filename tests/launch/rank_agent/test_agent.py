@@ -75,12 +75,12 @@ def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket
     token = new_token()
     place = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("SIZE", "LOCAL_SIZE"), "1")
     environment = os.environ | {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}
+    # An agent reads the table of all processes only if another one was killed: here that raises TypeError.
+    program = "from distrib_launch.rank_agent import agent, reaper as r; r.tagged = r.in_session = None; agent.main()"
     with contextlib.ExitStack() as stack:
         environment |= {DISTRIB_CONTROL: f"127.0.0.1:{listener.getsockname()[1]}", DISTRIB_TOKEN: token}
         process = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-m", "distrib_launch.rank_agent"], env=environment, stderr=subprocess.PIPE, text=True
-            )
+            subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
         )
         stack.callback(process.kill)
         sock = stack.enter_context(listener.accept()[0])
@@ -93,6 +93,29 @@ def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket
 def test_it_goes_without_a_word_before_the_launcher_has_greeted_it(called_back):
     process, _, _ = called_back
     process.terminate()
+    _, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_it_calls_again_if_the_launcher_hung_up_before_their_handshake(called_back, listener):
+    process, sock, token = called_back
+    for _ in range(2):
+        sock.close()
+        sock, _ = listener.accept()
+    with sock:
+        launcher = Launcher(sock, token)
+        assert not launcher.hears(Kind.HELLO)["returns"]
+        launcher.says(Kind.ASSIGN, order("sh", "-c", "exit 7"))
+        assert launcher.hears(Kind.EXIT)["exit_code"] == 7
+        launcher.says(Kind.END, {})
+        _, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_it_ends_if_the_launcher_is_gone_before_their_handshake(called_back, listener):
+    process, sock, _ = called_back
+    listener.close()
+    sock.close()
     _, err = process.communicate(timeout=50)
     assert (process.returncode, err) == (0, "")
 
@@ -112,6 +135,25 @@ def test_it_tells_that_the_engine_ended_it_and_leaves_no_script(called_back, ass
     if process.poll() is None:
         with contextlib.suppress(OSError):
             launcher.says(Kind.END, {})
+    _, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_orphans_of_the_script_end_with_it_in_any_session_and_environment(called_back, tmp_path):
+    process, sock, token = called_back
+    launcher = Launcher(sock, token)
+    launcher.hears(Kind.HELLO)
+    sleeper = f"env -i setsid sleep 600 & echo $! >> {tmp_path / 'pids'};"
+    ended = f"(true & echo $! > {tmp_path / 'ended'}); while test ! -e {tmp_path / 'go'}; do sleep 0.01; done;"
+    launcher.says(Kind.ASSIGN, order("sh", "-c", f"({sleeper} {sleeper}) & wait; {ended} exit 5"))
+    comes_true(lambda: (tmp_path / "ended").exists() and (tmp_path / "ended").read_text() != "")
+    comes_true(lambda: not Path(f"/proc/{(tmp_path / 'ended').read_text().strip()}").exists())  # no zombie
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+    (tmp_path / "go").touch()
+    assert launcher.hears(Kind.EXIT)["exit_code"] == 5
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    launcher.says(Kind.END, {})
     _, err = process.communicate(timeout=50)
     assert (process.returncode, err) == (0, "")
 
