@@ -19,7 +19,7 @@ NOISE = re.compile(
 LOST_CONNECTION = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was likely closed|"
     r"ncclRemoteError|remote process exited|communicator was aborted|NCCL communicator .* aborted|"
-    r"socket has failed to connect|recvValue failed|MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED|"
+    r"socket has failed to connect|client socket has timed out|recvValue failed|MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED|"
     r"gloo.*timed out|timed out waiting .*ms for recv|watchdog caught collective operation timeout|"
     r"HorovodInternalError|failed to recv, got 0 bytes|of this host exited in the middle of a step",
     re.IGNORECASE,

@@ -178,7 +178,7 @@ def _signal_cause(first: RankExit, exits: Sequence[RankExit], stderr: str) -> st
 
 def _disconnected(first: RankExit, exits: Sequence[RankExit], message: str) -> str:
     """Return the message of a rank that lost its connection to another rank, although no rank failed before."""
-    done = [one.rank for one in exits if not one.failed and not one.stopped_by and one.time <= first.time]
+    done = [one.rank for one in exits if not one.failed and not one.stopped_by]
     if not done:
         return f"{message} (it lost the connection to another rank, but no rank failed before: check the network)"
     return (

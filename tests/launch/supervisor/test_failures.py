@@ -62,6 +62,16 @@ def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
     assert "rank 0 had finished its script" in failure["message"]
 
 
+@pytest.mark.parametrize("finished_seconds", [0.5, 1.5])
+def test_a_rank_that_finished_is_named_by_one_that_cannot_connect(tmp_path, finished_seconds):
+    """Its connections close before its process ends."""
+    error = raised("torch.distributed.DistNetworkError: The client socket has timed out after 5000ms while trying to connect")
+    assert root_cause.is_consequence(error, "")
+    exits = [ending(0, exit_code=0, time=finished_seconds), ending(1, error=error, consequence=True)]
+    failure = root_cause.describe_failure(exits[1], exits, tmp_path / "1.err", "/py")
+    assert failure.code == "connection-lost" and "rank 0 had finished" in failure.message
+
+
 @pytest.mark.forked
 def test_a_rank_that_is_gone_at_the_end_is_not_waited_for(launch, tmp_path):
     script = tmp_path / "gone.py"
