@@ -28,6 +28,8 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of its expected rate below which a link is reported."""
     similar_link_factor: float = 2.0
     """Ratio to the slowest link up to which links are reported with it."""
+    min_bytes_per_step: float = 1 << 20
+    """Traffic of a step from which the rate that ranks saw is the link's. With less, it is that of processes on busy CPUs."""
     default_bytes_per_second: float = 1.25e8
     """Assumed rate of a link with an unknown rate and too little traffic to measure it: 1 Gb/s, the slowest common network."""
     max_reports_ahead: int = 2
@@ -162,7 +164,8 @@ class PerformanceMonitor:
     ) -> float | None:
         seconds: dict[str, float] = {}
         for (source, target), size in sizes.items():
-            rate = rates.get((source, target)) or self._expect(source, target)[0] or MONITOR.default_bytes_per_second
+            seen = rates.get((source, target)) if size >= MONITOR.min_bytes_per_step else None
+            rate = seen or self._expect(source, target)[0] or MONITOR.default_bytes_per_second
             seconds[source] = seconds.get(source, 0.0) + size / rate
         return max(seconds.values(), default=None)
 

@@ -65,7 +65,9 @@ def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
 @pytest.mark.parametrize("finished_seconds", [0.5, 1.5])
 def test_a_rank_that_finished_is_named_by_one_that_cannot_connect(tmp_path, finished_seconds):
     """Its connections close before its process ends."""
-    error = raised("torch.distributed.DistNetworkError: The client socket has timed out after 5000ms while trying to connect")
+    error = raised(
+        "torch.distributed.DistNetworkError: The client socket has timed out after 5000ms while trying to connect"
+    )
     assert root_cause.is_consequence(error, "")
     exits = [ending(0, exit_code=0, time=finished_seconds), ending(1, error=error, consequence=True)]
     failure = root_cause.describe_failure(exits[1], exits, tmp_path / "1.err", "/py")

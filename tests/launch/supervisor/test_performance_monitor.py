@@ -94,6 +94,15 @@ def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
     assert "the network needs 3.52 us of it" in said[0], said
     said, _ = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 2.2e8))
     assert said[0].startswith("network-bound: 30%")
+    # 0.09 million parameters on busy CPUs: few bytes at 9.7 MB/s on links of unknown rate
+    said, _ = hear(
+        replace(plan, forecast=None),
+        step=0.1,
+        compute=0.07,
+        links=dict.fromkeys(RING, 9.7e6),
+        sizes=dict.fromkeys(RING, 3.6e5),
+    )
+    assert len(said) == 1 and said[0].startswith("ranks wait for each other: ") and "needs 2.88 ms of it" in said[0]
 
 
 def test_what_the_wire_has_not_cost_is_told_of_too(plan):
