@@ -186,6 +186,7 @@ class Console:
         self._dropped_lines = 0
         self._changed = threading.Condition()
         self._closing = False
+        self._last_message = ""
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
@@ -240,6 +241,14 @@ class Console:
         self.tick(all_of_them=True)
         self._put(2, f"distrib-launch: {text}\n".encode(errors="replace"), own=True)
 
+    def say_at_close(self, text: str) -> None:
+        """Print a message of the launcher after all others.
+
+        Args:
+            text: The message.
+        """
+        self._last_message = text
+
     def status(self, text: str) -> None:
         """Print a status line of the run, unless they are switched off.
 
@@ -267,6 +276,8 @@ class Console:
         """Write the remaining output as long as the terminal accepts it, and stop the thread."""
         self._show_overdue(all_of_them=True)
         self.tick(all_of_them=True)
+        if self._last_message:
+            self.say(self._last_message)
         with self._changed:
             self._note_dropped()
             self._closing = True

@@ -57,7 +57,8 @@ def end_line(result: Result, run_dir: Path) -> str:
         line += f": {message}" if failure.code == "host-lost" else f": {failed_part(failure)}: {message}"
     elif measured := result.measured:
         speed = f"{measured.samples_per_second:,.0f} samples/s, " if measured.samples_per_second else ""
-        line += f": {speed}{measured.efficiency:.0%} scaling efficiency"
+        baseline = "one rank's profiled speed" if result.predicted else "the speed without waiting"
+        line += f": {speed}scaling efficiency {measured.efficiency:.0%} of {baseline}"
     details = next(
         (path for name in ("report.html", run_directory.RESULT) if (path := run_dir / name).exists()), run_dir
     )

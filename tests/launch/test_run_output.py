@@ -59,7 +59,7 @@ def test_a_run_shows_its_start_its_phases_and_its_end(launch, script):
     assert start == f"2 ranks on this machine, mode sync, run directory {run.run_dir.name}"
     assert (checking, starting) == ("checking 1 host", "starting 2 ranks")
     assert re.fullmatch(r"first step after [\d.]+ s", first_step)
-    speed = r"[\d,]+ samples/s, \d+% scaling efficiency"
+    speed = r"[\d,]+ samples/s, scaling efficiency \d+% of the speed without waiting"
     assert re.fullmatch(rf"succeeded after [\d.]+ s: {speed}; see {run.run_dir.name}/report\.html", end)
     assert run.result["measured"]["samples_per_second"] > 0
 

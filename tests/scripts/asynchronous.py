@@ -108,8 +108,6 @@ def counting(job: distrib.Job, folder: str, steps: str, seconds: str, until: str
     noted.append(acknowledged(folder))
     Path(folder, f"noted.{job.rank}").write_text(json.dumps(noted))  # counts before and after the values were read
     torch.save(state, Path(folder, f"held.{job.rank}.pt"))
-    refused = sum(buffer.rejected for table in job._parts.strategy.tables for buffer in table.buffers)  # type: ignore[attr-defined]
-    Path(folder, f"done.{job.rank}").write_text(str(refused))
 
 
 def telling(job: distrib.Job, folder: str, until: str) -> None:

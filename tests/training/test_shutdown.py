@@ -34,9 +34,10 @@ def test_a_rank_that_fails_in_its_last_synchronization_exits_with_1(tmp_path):
     script = tmp_path / "full.py"
     script.write_text(
         "import distrib\n"
+        "from distrib.training.strategies.base import TrainingStrategy\n"
+        "def settle(strategy):\n    raise RuntimeError('none left')\n"
+        "TrainingStrategy.synchronize = settle\n"
         "job = distrib.init()\n"
-        "def settle():\n    raise RuntimeError('none left')\n"
-        "job._parts.strategy.synchronize = settle\n"
     )
     result = run_ranks(1, script)
     assert result.returncode == 1 and "RuntimeError: none left" in result.stderr, result.stderr

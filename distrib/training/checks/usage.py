@@ -104,7 +104,10 @@ class UsageChecks:
                 hint="model, optimizer = job.prepare(model, optimizer)",
                 code="optimizer-not-prepared",
             )
-        self._warn(f"{problem}: unequal batches are not weighted, NaN gradients not detected, steps not counted")
+        self._warn(
+            f"{problem}: unequal batches are not weighted, NaN gradients not detected, steps not counted\n"
+            "  call model, optimizer = job.prepare(model, optimizer)"
+        )
 
     @property
     def _accumulates(self) -> bool:

@@ -77,7 +77,7 @@ def has_joined_others() -> bool:
 
 
 def _headline(error: BaseException) -> str:
-    """Return `Type: message` in one line, with the place of a SyntaxError and the last error of NCCL.
+    """Return `Type: message` in one line, with distrib's hint, the place of a SyntaxError and the last error of NCCL.
 
     Args:
         error: Uncaught exception of the script.
@@ -88,7 +88,11 @@ def _headline(error: BaseException) -> str:
     )
     if isinstance(error, SyntaxError) and error.filename:
         return f"{name}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
-    text, _, nccl = str(error).strip().partition("\nLast error:\n")
+    text, hint = str(error), f"; {getattr(error, 'hint', None)}"
+    if text.endswith(hint):  # of distrib: the first line and the hint
+        first = text.removesuffix(hint).partition("\n")[0]
+        return f"{name}: {first}{hint}"
+    text, _, nccl = text.strip().partition("\nLast error:\n")
     first = ": ".join(line.splitlines()[0] for line in (text, nccl) if line.strip())
     return f"{name}: {first}" if first else name
 

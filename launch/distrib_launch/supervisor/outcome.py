@@ -97,8 +97,11 @@ class JobOutcome:
         if killed := self._killed_while_stopping():
             job.warn(killed)
         if status == "succeeded":
-            for warning in filter(None, (self._independent_copies(), self._unused_options())):
-                job.warn(warning)
+            if copies := self._independent_copies():
+                job.warnings.append(copies)
+                job.console.say_at_close(f"warning: {copies}")
+            if unused := self._unused_options():
+                job.warn(unused)
             if job.rank_warnings:
                 job.console.status(status_lines.warning_line(job.rank_warnings))
         return results.Result(

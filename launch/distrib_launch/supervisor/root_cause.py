@@ -53,6 +53,9 @@ FATAL_ERROR = "Fatal Python error: "
 MPI_INIT_FRAMES = (" in _start_mpi", " in _init_mpi")
 """Ends of the innermost Python frame in MPI_Init: `training.world`, `probe.__main__`. See `engines.srun.BARRIERS`."""
 
+FOLLOWS = "\nThe above exception was the direct cause of the following exception:\n\n"
+"""Line of Python between an error and the one that was raised from it."""
+
 AT_ONCE_SECONDS = 0.5
 """Time in which all ranks of a host are lost if the host ends. Open MPI kills the other ranks 1 s after one was killed."""
 
@@ -312,7 +315,8 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
             last = _last_lines(tail(log))
             if last and not failure.message.endswith(f"; last line: {''.join(last)}"):
                 lines += [f"  its last {name}:", *("    " + line for line in last)]
-    traceback = failure.traceback.splitlines()
+    is_ours = failure.message.startswith("distrib.errors.")  # such an error quotes the one that it follows from
+    traceback = (failure.traceback.rpartition(FOLLOWS)[2] if is_ours else failure.traceback).splitlines()
     shown = traceback[-20:]
     if len(shown) < len(traceback):
         lines.append(f"  ... {len(traceback) - len(shown)} lines more in its log")

@@ -14,7 +14,7 @@ from distrib.bandwidth_model.prediction import Bottleneck, Prediction
 from distrib.strategy import Strategy
 from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.step_timer import Meter, MeterSettings
-from distrib_launch import html_report, runner
+from distrib_launch import html_report, runner, status_lines
 from distrib_launch.arguments import launch_arguments
 from distrib_launch.results import Failure, ForecastRecord, RankResult, Result
 from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
@@ -108,6 +108,17 @@ def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
 def test_what_the_wire_has_not_cost_is_told_of_too(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
     assert "(predicted 90%), step 200 ms, 80 ms of it waiting for gradients\n  slowest link" in said[0]
+
+
+def test_the_end_line_names_what_the_efficiency_compares_with(plan, tmp_path):
+    _, measured = hear(plan, step=0.3)
+    result = Result(
+        status="succeeded", exit_code=0, world_size=3, hosts=HOSTS, seconds=1.5, restarts=0, ranks=(), first_failure=None,
+        warnings=(), measured=measured,
+    )  # fmt: skip
+    assert "efficiency 30% of the speed without waiting" in status_lines.end_line(result, tmp_path)
+    predicted = replace(result, predicted=FORETOLD)
+    assert "efficiency 30% of one rank's profiled speed" in status_lines.end_line(predicted, tmp_path)
 
 
 def test_without_a_forecast_the_wire_is_warned_of_and_nothing_else(plan):

@@ -350,8 +350,9 @@ def test_the_log_is_that_of_the_rank_which_is_main_for_the_others(tmp_path):
     """Servers may elect another main rank before the launcher gives up rank 0."""
     script = tmp_path / "log.py"
     script.write_text(
-        "import distrib\njob = distrib.init()\n"
-        "job._parts.status.metrics({'rank': job.rank}, is_main=job.rank == 1)\njob.log(of=job.rank)\n"
+        "import os, distrib\nfrom distrib.training.telemetry.status_pipe import StatusPipe\njob = distrib.init()\n"
+        "pipe = StatusPipe(int(os.environ['DISTRIB_STATUS_FD']))\n"
+        "pipe.metrics({'rank': job.rank}, is_main=job.rank == 1)\njob.log(of=job.rank)\n"
     )
     command = [LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", "-np", "2", script]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
