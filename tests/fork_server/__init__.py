@@ -20,6 +20,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ADDRESS = "TEST_FORK_SERVER"
+ALONE = {"TEST_FORK_ALONE": "1"}
+"""Variables by which a script without launcher is forked, too, beside those of `environment()`."""
 
 
 @functools.cache

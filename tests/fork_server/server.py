@@ -55,6 +55,7 @@ def become(request, descriptors):
     os.environ.clear()
     os.environ.update(request["environ"])
     del os.environ["TEST_FORK_SERVER"]
+    os.environ.pop("TEST_FORK_ALONE", None)
     os.chdir(request["directory"])
     os.sched_setaffinity(0, request["cpus"])
     os.setpriority(os.PRIO_PROCESS, 0, request["nice"])

@@ -1,7 +1,7 @@
 """Stand-in for a rank's interpreter: the fork server runs its script.
 
 Python imports this module at its start. It returns at once, except in a process that an engine or the rank agent
-started to run a rank's script.
+started to run a rank's script, or a test a script alone.
 """
 
 import os
@@ -80,8 +80,9 @@ def stand_in(path, words):
 
 def main():
     prefix, _, path = os.environ["TEST_FORK_SERVER"].rpartition(":")
-    is_rank = ("OMPI_COMM_WORLD_RANK" in os.environ or "RANK" in os.environ) and "DISTRIB_CONTROL" not in os.environ
-    if is_rank and prefix == sys.prefix and (words := script_words(sys.orig_argv)):
+    names = ("OMPI_COMM_WORLD_RANK", "RANK", "TEST_FORK_ALONE")
+    is_script = any(name in os.environ for name in names) and "DISTRIB_CONTROL" not in os.environ
+    if is_script and prefix == sys.prefix and (words := script_words(sys.orig_argv)):
         stand_in(path, words)
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests import fork_server
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.forked
@@ -27,7 +28,8 @@ def accuracy(printed: str) -> float:
 def single() -> float:
     """Return the accuracy of one rank with the script that does not use distrib."""
     command = [sys.executable, str(EXAMPLES / "train_cnn_single.py"), *SHORT]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that share CPUs with other tests spin for minutes
+    forked = {**fork_server.environment(), **fork_server.ALONE}
+    alone = {**os.environ, **forked, "OMP_NUM_THREADS": "1"}  # threads that share CPUs with other tests spin for minutes
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
     assert done.returncode == 0, done.stderr
     return accuracy(done.stdout)

@@ -90,6 +90,7 @@ def test_hostfile_dialect(extended, tmp_path):
     assert [rank["host"] for rank in plan["ranks"]] == ["node1"] * 2 + ["node2"] * 3
 
 
+@pytest.mark.forked
 def test_gradient_compression(extended, tmp_path):
     environ = extended("Gradient compression")
     (tmp_path / "train.py").write_text(AVERAGE)
@@ -120,6 +121,7 @@ def test_probe_finding(extended, tmp_path):
     assert run(tmp_path, environ, sys.executable, "check.py").split() == ["distant_hosts"] * 2
 
 
+@pytest.mark.forked
 def test_training_strategy(extended, tmp_path):
     environ = extended("Training strategy")
     (tmp_path / "train.py").write_text(AVERAGE)

@@ -88,25 +88,19 @@ def test_the_editable_install_runs(source, tmp_path):
     assert where_installed(commands, tmp_path) == str(source / "launch/distrib_launch")
 
 
-@pytest.mark.parametrize(
-    "module", ["distrib", "distrib_launch", "distrib_launch.cli.launch", "distrib_launch.rank_agent.agent"]
-)
 @pytest.mark.processes
-def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
-    code = (
-        f"import sys, time; begun = time.process_time(); import {module}; took = time.process_time() - begun; "
-        "heavy = {'torch', 'numpy', 'mpi4py'} & set(sys.modules); print(took, *heavy)"
-    )
+def test_importing_loads_no_torch_and_is_quick(tmp_path):
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the first import writes the bytecode
-    times = []
-    for _ in range(5):
+    for module in ("distrib", "distrib_launch", "distrib_launch.cli.launch", "distrib_launch.rank_agent.agent"):
+        code = (
+            f"import sys, time; begun = time.process_time(); import {module}; took = time.process_time() - begun; "
+            "heavy = {'torch', 'numpy', 'mpi4py'} & set(sys.modules); print(took, *heavy)"
+        )
         python = [sys.executable, "-c", code]
-        done = subprocess.run(python, capture_output=True, text=True, check=True, env=environment)
-        took, *heavy = done.stdout.split()
-        assert not heavy
-        times.append(float(took))
-    assert min(times) < 0.4  # 0.06 s on an idle machine; torch takes seconds
+        runs = [subprocess.run(python, capture_output=True, text=True, check=True, env=environment) for _ in range(3)]
+        assert not any(done.stdout.split()[1:] for done in runs), (module, runs)
+        assert min(float(done.stdout.split()[0]) for done in runs) < 0.4, module  # idle: 0.06 s; torch takes seconds
 
 
 @pytest.mark.processes

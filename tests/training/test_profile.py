@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ import pytest
 
 from distrib.bandwidth_model.workload_catalog import read_workload
 from distrib.training import profiler
-from tests.conftest import SCRIPTS
+from distrib_launch.cli import launch as launch_command
+from tests import fork_server
+from tests.conftest import SCRIPTS, call
 
 pytestmark = pytest.mark.forked
 
@@ -32,6 +35,7 @@ def test_a_script_is_measured_and_ended(launch, tmp_path):
     assert found.gradients[-1].ready_seconds >= 0.0199 > found.gradients[0].ready_seconds
     assert found.gradients[-1].ready_seconds <= found.backward_seconds
     assert 0 < found.processor_share < 0.9  # mostly sleeps
+    assert found.loading_processor_seconds == 0  # in processes of its own
 
 
 def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
@@ -41,8 +45,6 @@ def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
     # Each of a batch's four samples uses 3 ms of CPU time; the kernel counts in ticks of 10 ms.
     assert 0.006 < found.loading_processor_seconds < 0.05
     assert f" {1e3 * found.loading_processor_seconds:.3g} ms of processors" in run.err
-    launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.003, 1600)
-    assert read_workload(tmp_path / "p.json").loading_processor_seconds == 0
 
 
 def test_batches_that_come_in_bursts_are_waited_for_all_the_same(launch, tmp_path):
@@ -53,10 +55,14 @@ def test_batches_that_come_in_bursts_are_waited_for_all_the_same(launch, tmp_pat
     assert found.loader_seconds + found.compute_seconds == pytest.approx(0.1, rel=0.6)  # the longest wait is 0.4 s
 
 
+def alone(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run `steps.py` without a launcher."""
+    command, environ = [sys.executable, STEPS, *map(str, words)], {**os.environ, **fork_server.ALONE}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
+
+
 def test_a_profile_does_not_change_what_is_computed(tmp_path):
-    words = [sys.executable, str(STEPS), "30", "0", "1600"]
-    plain = subprocess.run(words, capture_output=True, text=True, timeout=200)
-    measured = subprocess.run([*words, str(tmp_path / "p.json")], capture_output=True, text=True, timeout=200)
+    plain, measured = alone(30, 0, 1600), alone(30, 0, 1600, tmp_path / "p.json")
     assert plain.stdout == measured.stdout and "after 30 steps" in plain.stdout, (plain, measured)
     assert read_workload(tmp_path / "p.json").batch == 4
 
@@ -119,12 +125,11 @@ def test_a_script_without_distrib_and_wrong_options(launch, tmp_path):
         (["--accumulate", 4], "a step of one batch, not of 4; leave out --accumulate"),
         (["--profile", tmp_path / "none" / "p.json"], "there is no folder"),
     ]:
-        run = launch("--profile", tmp_path / "p.json", *words, STEPS, 30, 0, 1600)
-        assert run.code == 2 and says in run.err, run
+        done = call(launch_command.main, "--profile", tmp_path / "p.json", *words, STEPS, 30, 0, 1600)
+        assert done.returncode == 2 and says in done.stderr, done
 
 
 def test_too_few_steps_alone_are_told_too(tmp_path):
-    words = [sys.executable, str(STEPS), "4", "0", "1600", str(tmp_path / "p.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    done = alone(4, 0, 1600, tmp_path / "p.json")
     assert done.returncode == 0 and "no profile: the script took 4 step" in done.stderr
     assert not (tmp_path / "p.json").exists()

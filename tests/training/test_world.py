@@ -17,6 +17,7 @@ from distrib.errors import TrainingError
 from distrib.training.rendezvous import _choose_interface, _exchange_hosts, _own_address
 from distrib.training.world import World, _from_mpi, find_device, find_world
 from distrib.utils import netif
+from tests import fork_server
 from tests.conftest import ROOT, SCRIPTS
 from tests.support.ranks import run_ranks
 from tests.support.sharded_loaders import sharded
@@ -105,7 +106,7 @@ def test_local_ranks_are_found_without_variables_of_the_launcher(tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, script, "told"], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **meets, "RANK": rank, "LOCAL_RANK": rank},
+            env={**os.environ, **fork_server.environment(str(ROOT)), **meets, "RANK": rank, "LOCAL_RANK": rank},
         )
         for rank in "01"
     ]  # fmt: skip

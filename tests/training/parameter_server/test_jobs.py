@@ -45,7 +45,7 @@ def test_an_optimizer_that_is_prepared_later_takes_over(launch, options):
 
 
 SAVES = """
-import signal, sys, distrib, torch
+import signal, sys, time, distrib, torch
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 job = distrib.init()
 model = torch.nn.Linear(2000, 100)
@@ -57,6 +57,7 @@ try:
         model(torch.ones(1, 2000)).sum().backward()
         optimizer.step()
         step += 1
+        time.sleep(0.05)
 except KeyboardInterrupt:
     job.save(sys.argv[1], model=model, optimizer=optimizer, step=step)
 """
