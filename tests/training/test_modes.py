@@ -121,39 +121,6 @@ def test_gradients_that_a_script_sets_by_itself(launch, tmp_path):
     assert float(came_to[0]) == pytest.approx(float(came_to[1]), rel=1e-4)  # staleness 0 gives the result of mode sync
 
 
-ONE_OF_TWO = """
-import distrib, torch
-
-with distrib.init() as job:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    body, head = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
-    model, body, loader = job.prepare(model, body, torch.utils.data.DataLoader(torch.ones(8, 2), 2))
-    for batch in loader:
-        model(batch.to(job.device)).sum().backward()
-        for optimizer in body, head:
-            optimizer.step()
-            optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(
-    ("strategy", "code", "says"),
-    [
-        ({}, 0, "steps not counted\n  call model, optimizer = job.prepare(model, optimizer)"),
-        ({"accumulate": 2}, 1, "the model that it trains was: its batches are not accumulated"),
-        ({"mode": "local", "inner_steps": 2}, 1, "trains was: replicas would diverge; model, "),
-        pytest.param(
-            {"backend": "horovod"}, 1, "trains was: replicas would diverge; model, ", marks=pytest.mark.horovod
-        ),
-    ],
-)
-def test_the_second_optimizer_of_a_model_was_not_prepared(tmp_path, strategy, code, says):
-    script = tmp_path / "second.py"
-    script.write_text(ONE_OF_TWO)
-    result = run_ranks(2, script, DISTRIB_STRATEGY=json.dumps(strategy))
-    assert bool(result.returncode) == bool(code) and says in result.stderr, result.stderr
-
-
 @pytest.mark.parametrize(("lesson", "says"), [
     ("parted_in_the_middle", r"step\(\) of SGD was called by rank 0 5 times in 5 backward passes, by rank 1 5 times in 6 "),
     ("parted_at_the_end", r"step\(\) of SGD was called by rank 0 11 times in 11 backward passes, by rank 1 10 times in 12 "),

@@ -183,42 +183,60 @@ def test_the_first_step_is_refused_for_missing_gradients_but_not_for_ignored_par
     )
 
 
-NEVER_PREPARED = """
+NOT_ALL_PREPARED = """
 import sys
 import distrib, torch
+from torch.utils.data import DataLoader
 
 with distrib.init() as job:
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = torch.utils.data.DataLoader(torch.ones(8, 2), 2)
-    if "loader" in sys.argv:
-        loader = job.prepare(loader)
-    if "model" in sys.argv:
-        model = job.prepare(model)
-    for batch in loader:
-        optimizer.zero_grad()
-        model(batch.to(job.device)).sum().backward()
-        optimizer.step()
+    for case in sys.argv[1:]:
+        job.print("case:", case, file=sys.stderr)
+        model, loader = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), DataLoader(torch.ones(8, 2), 2)
+        trained = model if case == "one of two" else [model]
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in trained]
+        if case != "nothing":
+            loader = job.prepare(loader)
+        if case in ("model", "one of two"):
+            model = job.prepare(model)
+        if case == "one of two":
+            optimizers[0] = job.prepare(optimizers[0])
+        error = None
+        try:
+            for batch in loader:
+                model(batch.to(job.device)).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except distrib.TrainingError as caught:
+            error = caught
+        job.print("refused on", job.all_reduce(float(error is not None), "sum"), error, file=sys.stderr)
 """
+ONLY_THE_MODEL = "SGD was not passed to job.prepare, but the model that it trains was: "
 
 
 @pytest.mark.parametrize(
-    ("strategy", "prepared", "code", "says"),
+    ("strategy", "cases"),
     [
-        ({}, "model loader", 0, "SGD was not passed to job.prepare, but the model that it trains was: unequal batches"),
-        ({"accumulate": 2}, "model loader", 1, "the model that it trains was: its batches are not accumulated"),
-        ({"mode": "local", "inner_steps": 2}, "model loader", 1, "trains was: replicas would diverge; model, "),
-        ({"mode": "local", "inner_steps": 2}, "loader", 0, "nor its model was passed to job.prepare"),
-        ({}, "", 0, "nor its model was passed to job.prepare"),
+        ({}, {"model": (0, f"{ONLY_THE_MODEL}unequal batches"), "one of two": (0, "steps not counted\n  call model, optimizer = job.prepare(model, optimizer)"),
+              "nothing": (0, "nor its model was passed to job.prepare")}),
+        ({"accumulate": 2}, dict.fromkeys(["model", "one of two"], (2, f"{ONLY_THE_MODEL}its batches are not accumulated"))),
+        ({"mode": "local", "inner_steps": 2},
+         {"loader": (0, "nor its model was passed to job.prepare"),
+          **dict.fromkeys(["model", "one of two"], (2, f"{ONLY_THE_MODEL}replicas would diverge; model, "))}),
+        pytest.param({"backend": "horovod"}, {"one of two": (2, f"{ONLY_THE_MODEL}replicas would diverge; model, ")},
+                     marks=pytest.mark.horovod),
     ],
-)
+)  # fmt: skip
 @pytest.mark.processes
-def test_an_optimizer_that_was_not_prepared_is_reported_or_refused(tmp_path, strategy, prepared, code, says):
+def test_optimizers_that_were_not_prepared_are_reported_or_refused(tmp_path, strategy, cases):
     script = tmp_path / "forgotten.py"
-    script.write_text(NEVER_PREPARED)
-    result = run_ranks(2, script, *prepared.split(), DISTRIB_STRATEGY=json.dumps(strategy))
-    assert bool(result.returncode) == bool(code) and says in result.stderr, result.stderr
-    assert code or result.stderr.count("distrib: ") == 1, result.stderr
+    script.write_text(NOT_ALL_PREPARED)
+    result = run_ranks(2, script, *cases, DISTRIB_STRATEGY=json.dumps(strategy))
+    assert result.returncode == 0, result.stderr
+    _, *parts = result.stderr.split("case: ")
+    for part, (case, (refusing_ranks, says)) in zip(parts, cases.items(), strict=True):
+        assert part.startswith(case) and says in part and f"refused on {refusing_ranks:.1f} " in part, result.stderr
+        assert refusing_ranks or part.count("distrib: ") == 1, result.stderr
 
 
 def test_a_scaler_that_skips_40_steps_is_reported_once(job, capfd):

@@ -19,17 +19,12 @@ pytestmark = [pytest.mark.forked, pytest.mark.usefixtures("inductor_cache")]
         (
             2,
             {},
-            "methods frozen_later inferred_buffers growing_buffers looked_at_alone",
+            "methods frozen_later inferred_buffers growing_buffers looked_at_alone gathered_batches two_models_in_turns "
+            "set_by_hand shown_between backward_inside copy_evaluated_alone passed_without_steps frozen_when_read "
+            "cleared_after_steps inferred_evaluation begins_as_main warmed_in_no_step has_its_turn_again compiled_step "
+            "scaler_lets_go weights_alone compiled second_backward unused_zeros step_in_backward read_ahead own_loader "
+            "episodes kept_iterator own_epochs closure_numbers reduced not_numbers",
         ),
-        (2, {}, "gathered_batches two_models_in_turns"),
-        (2, {}, "set_by_hand shown_between backward_inside copy_evaluated_alone passed_without_steps frozen_when_read"),
-        (2, {}, "cleared_after_steps inferred_evaluation"),
-        (2, {}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
-        (2, {}, "compiled"),
-        (2, {}, "second_backward"),
-        (2, {}, "unused_zeros"),
-        (2, {}, "step_in_backward"),
-        (2, {}, "read_ahead own_loader episodes kept_iterator own_epochs closure_numbers reduced not_numbers"),
         (1, {}, "own_loader kept_iterator made_anew own_epochs gathered_batches"),
         (2, {"balance": True}, "looked_at_alone other_workers"),
         (2, {"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),
