@@ -6,6 +6,7 @@ HOSTS is such as `0,0,1`: ranks 0 and 1 on one host, rank 2 on another. By defau
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import sys
@@ -100,11 +101,16 @@ def train(wrapped: nn.Module, rank: int, steps: int = STEPS, lr: float = 0.05) -
     return float(loss.detach())
 
 
+@functools.cache
+def trained_by_ddp(rank: int) -> nn.Module:
+    model = fresh()
+    train(DistributedDataParallel(model), rank)
+    return model
+
+
 def exact(job: distrib.Job, hosts: list[str] | None) -> None:
     """Match DDP's parameters to 1e-6 after 50 steps, for any bucket boundaries."""
-    first = fresh()
-    theirs = copy.deepcopy(first)
-    train(DistributedDataParallel(theirs), job.rank)
+    first, theirs = fresh(), trained_by_ddp(job.rank)
     assert max(float((a - b).detach().abs().max()) for a, b in pairs(first, theirs)) > 0.01
     for strategy in (Strategy(), Strategy(bucket_bytes=100_000), Strategy(all_reduce="flat")):
         model = copy.deepcopy(first)

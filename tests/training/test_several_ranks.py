@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import ROOT, SCRIPTS
+from tests.conftest import SCRIPTS
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.usefixtures("inductor_cache"), pytest.mark.processes]
@@ -86,13 +86,6 @@ def test_a_rank_that_reads_the_training_loader_alone_still_trains_on_its_share(m
     assert result.stdout.count("once 64\n") == 6
 
 
-def test_the_example_reaches_95_percent_on_two_ranks():
-    result = run_ranks(2, ROOT / "examples" / "train_cnn.py", "--epochs", 3)
-    assert result.returncode == 0, result.stderr
-    last = result.stdout.splitlines()[-1]
-    assert last.startswith("validation accuracy ") and float(last.split()[2]) >= 95
-
-
 @pytest.mark.parametrize(
     ("lessons", "strategy"),
     [
@@ -110,8 +103,7 @@ def test_weights_of_batches_types_and_changed_parameters(lessons, strategy):
     assert result.stdout.split() == lessons.split(",")
 
 
-@pytest.mark.parametrize("has_tqdm", [True, False])
-def test_progress_is_shown_by_the_main_rank_only(tmp_path, has_tqdm):
+def test_progress_is_shown_by_the_main_rank_only(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(
         "import sys, types, distrib\nfrom distrib.training import progress\n"
@@ -119,13 +111,14 @@ def test_progress_is_shown_by_the_main_rank_only(tmp_path, has_tqdm):
         "    def __init__(self, items, desc, total):\n        self.items, self.text = items, f'{desc} {total}'\n"
         "    def __enter__(self):\n        return self.items\n"
         "    def __exit__(self, *_):\n        print(self.text, 'closed', file=sys.stderr)\n"
-        f"progress.tqdm, progress.LINE_INTERVAL_SECONDS = {'Bar' if has_tqdm else None}, 60.0\n"
+        "progress.LINE_INTERVAL_SECONDS = 60.0\n"
         "job = distrib.init()\n"
-        "seen = [item for item in job.progress(range(job.rank, job.rank + 3), text='epoch 1')]\n"
-        "print(f'rank {job.rank}: {seen}')\n"
+        "for progress.tqdm in (Bar, None):\n"
+        "    seen = [item for item in job.progress(range(job.rank, job.rank + 3), text='epoch 1')]\n"
+        "    print(f'rank {job.rank}: {seen}')\n"
     )
     result = run_ranks(2, script)
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["rank 0: [0, 1, 2]", "rank 1: [1, 2, 3]"]
-    shown = "epoch 1 None closed" if has_tqdm else "epoch 1: 3 of 3, "
-    assert [line.startswith(shown) for line in result.stderr.splitlines() if "epoch 1" in line] == [True], result.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0: [0, 1, 2]"] * 2 + ["rank 1: [1, 2, 3]"] * 2
+    with_tqdm, without = [line for line in result.stderr.splitlines() if "epoch 1" in line]
+    assert with_tqdm.startswith("epoch 1 None closed") and without.startswith("epoch 1: 3 of 3, "), result.stderr
