@@ -29,7 +29,11 @@ def single() -> float:
     """Return the accuracy of one rank with the script that does not use distrib."""
     command = [sys.executable, str(EXAMPLES / "train_cnn_single.py"), *SHORT]
     forked = {**fork_server.environment(), **fork_server.ALONE}
-    alone = {**os.environ, **forked, "OMP_NUM_THREADS": "1"}  # threads that share CPUs with other tests spin for minutes
+    alone = {
+        **os.environ,
+        **forked,
+        "OMP_NUM_THREADS": "1",
+    }  # threads that share CPUs with other tests spin for minutes
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
     assert done.returncode == 0, done.stderr
     return accuracy(done.stdout)

@@ -68,7 +68,7 @@ class Judge(nn.Module):
 job = distrib.init()
 generator, judge = Generator(), Judge()
 of_generator, of_judge, of_both = (
-    torch.optim.SGD(parameters, lr=0.1)
+    torch.optim.SGD(parameters, lr=0.01)
     for parameters in (generator.parameters(), judge.parameters(), [*generator.parameters(), *judge.parameters()])
 )
 generator, judge, of_generator, of_judge, of_both = job.prepare(

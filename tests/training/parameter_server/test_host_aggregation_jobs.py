@@ -69,19 +69,6 @@ def sent_bytes(cluster: Cluster) -> int:
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
 
 
-@pytest.mark.cluster
-def test_the_wire_carries_the_gradients_of_a_host_once(make_cluster, tmp_path):
-    cluster = make_cluster(2)
-    before = sent_bytes(cluster)
-    job = started(cluster, tmp_path)
-    _, err = job.communicate(timeout=200)
-    assert job.returncode == 0, err
-    sent = sent_bytes(cluster) - before
-    check_counts(tmp_path, {0, 1, 2, 3})
-    # n1 pushes half of 960 kB of gradients and replies as much to n2's push. Without aggregation both double.
-    assert 0.45 < sent / (2 * STEPS * 960_000) < 0.65, sent
-
-
 def kill_rank(cluster: Cluster, folder: Path, rank: int) -> None:
     """Kill a rank of the job and its rank agent."""
     mark = f"DISTRIB_PROCESS_TAG={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
@@ -96,20 +83,10 @@ def kill_rank(cluster: Cluster, folder: Path, rank: int) -> None:
 
 
 @pytest.mark.cluster
-def test_who_speaks_for_its_host_dies(make_cluster, tmp_path):
-    cluster = make_cluster(2)
-    job = started(cluster, tmp_path)
-    kill_rank(cluster, tmp_path, 2)
-    _, err = job.communicate(timeout=200)
-    assert job.returncode == 0, err
-    check_counts(tmp_path, {0, 1, 3})
-
-
-@pytest.mark.cluster
-def test_a_server_dies_and_then_the_neighbour_of_who_speaks(make_cluster, tmp_path):
+def test_a_server_dies_then_who_speaks_for_its_host_and_then_the_neighbour_of_another(make_cluster, tmp_path):
     cluster = make_cluster(2)
     job = started(cluster, tmp_path, "--replicas", "1", until="enough")
-    for rank, others in (4, (0, 1, 2, 3)), (3, (0, 1, 2)):
+    for rank, others in (4, (0, 1, 2, 3)), (2, (0, 1, 3)), (1, (0, 3)):
         kill_rank(cluster, tmp_path, rank)
         before = acknowledged(tmp_path)
         reaches(
@@ -118,12 +95,13 @@ def test_a_server_dies_and_then_the_neighbour_of_who_speaks(make_cluster, tmp_pa
     (tmp_path / "enough").touch()
     _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
-    check_counts(tmp_path, {0, 1, 2}, until="enough")
+    check_counts(tmp_path, {0, 3}, until="enough")
 
 
 @pytest.mark.cluster
-def test_a_job_goes_on_without_its_engine(make_cluster, tmp_path):
+def test_a_job_goes_on_without_its_engine_and_sends_the_gradients_of_a_host_once(make_cluster, tmp_path):
     cluster = make_cluster(2)
+    before = sent_bytes(cluster)
     job = started(cluster, tmp_path)
     for pid, command in cluster.processes("n1").items():
         if "/prterun" in command.partition(" -H")[0]:
@@ -132,6 +110,8 @@ def test_a_job_goes_on_without_its_engine(make_cluster, tmp_path):
     assert job.returncode == 0, err
     assert "mpirun was killed by SIGKILL while its ranks were running; mode async" in err
     check_counts(tmp_path, {0, 1, 2, 3})
+    # n1 pushes half of 960 kB of gradients and replies as much to n2's push. Without aggregation both double.
+    assert 0.45 < (sent_bytes(cluster) - before) / (2 * STEPS * 960_000) < 0.65
     assert cluster.left_over(within_seconds=10) == {}
 
 
