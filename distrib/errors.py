@@ -131,6 +131,8 @@ class DistribError(Exception):
     exit_code = 1
     code = "error"
     """Kind of the error; one of `ERROR_CODES`."""
+    closing_line = ""
+    """Last line of a run that it ended, which a command prints after the error."""
 
     def __init__(self, what: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(what)

@@ -174,7 +174,7 @@ def duration_text(seconds: float) -> str:
 
 
 def rate_text(bytes_per_second: float) -> str:
-    """Format a measured rate for a message: two digits below 1 GB/s (`24 MB/s`), else three (`1.14 GB/s`).
+    """Format the rate of memory or of a link inside a host for a message, in bytes: two digits below 1 GB/s (`24 MB/s`), else three (`1.14 GB/s`).
 
     Args:
         bytes_per_second: 0 or more.
@@ -183,7 +183,7 @@ def rate_text(bytes_per_second: float) -> str:
 
 
 def bit_rate_text(bytes_per_second: float) -> str:
-    """Format the rate of a network for a message, in bits with three digits: `957 Mb/s`.
+    """Format the rate of a NIC, an uplink or a link between hosts for a message, in bits with three digits: `957 Mb/s`.
 
     Args:
         bytes_per_second: 0 or more.

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from distrib.strategy import Strategy
+from distrib.units import bit_rate_text, rate_text
 
 Phase = Literal["loader", "forward", "backward", "communication", "optimizer", "wait"]
 
@@ -33,6 +34,11 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     wanted_efficiency: float = 0.9
     is_inside: bool = False
     """True for a link inside a host, between ends such as `n1 gpu0`."""
+
+    @property
+    def bandwidth(self) -> str:
+        """Return the bandwidth for a message: in bytes inside a host, in bits between hosts."""
+        return (rate_text if self.is_inside else bit_rate_text)(self.bandwidth_bytes_per_second)
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from distrib.cluster.link_spec import LinkSpec
 from distrib.cluster.node import NodeGroup
-from distrib.units import rate_text
+from distrib.units import bit_rate_text, rate_text
 
 
 class HardwareCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ def _check_nic_slots(group: NodeGroup) -> Iterator[HardwareCheck]:
     slots = [(nic, nic.slot) for nic in group.nics if nic.slot]
     for nic, slot in slots:
         if _is_slower(slot, nic.link):
-            text = f"{nic.name} supports {rate_text(nic.link.rate_bytes_per_second)}, its slot {_slot_text(slot)}"
+            text = f"{nic.name} supports {bit_rate_text(nic.link.rate_bytes_per_second)}, its slot {_slot_text(slot, bit_rate_text)}"
             yield HardwareCheck(rule="NIC slots", kept=False, text=f"{text}; give it a wider slot")
             return
     if slots:
@@ -70,5 +70,5 @@ def _is_slower(link: LinkSpec, other: LinkSpec) -> bool:
     return link.rate_bytes_per_second < 0.99 * other.rate_bytes_per_second
 
 
-def _slot_text(slot: LinkSpec) -> str:
-    return f"{slot.model.name} x{slot.lanes} ({rate_text(slot.rate_bytes_per_second)})"
+def _slot_text(slot: LinkSpec, text: Callable[[float], str] = rate_text) -> str:
+    return f"{slot.model.name} x{slot.lanes} ({text(slot.rate_bytes_per_second)})"

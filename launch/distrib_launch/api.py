@@ -154,6 +154,10 @@ def _failed(result: results.Result, run_dir: Path) -> JobFailed:
         what = f"the job was {result.status} (exit code {result.exit_code})"
         code = "timeout" if result.exit_code == 124 else "stopped"
     else:
-        who = f"rank {first.rank} on {first.host} failed first: " if first.rank is not None else ""
+        who = (
+            f"rank {first.rank} on {first.host} failed first: "
+            if first.rank is not None and not first.names_its_place
+            else ""
+        )
         what, code = who + first.message, first.code
     return JobFailed(what, errors=errors, result=result, hint=f"everything is in {run_dir}", code=code)

@@ -220,17 +220,26 @@ class Console:
         if newline:
             self._show(rank, descriptor, whole)
 
-    def finish_rank(self, rank: int, *, failed_by_other: bool = False) -> None:
+    def expect_traceback(self, rank: int) -> None:
+        """Hold the traceback of a rank that an uncaught exception ends.
+
+        Args:
+            rank: Global rank.
+        """
+        self._filter.expect_traceback(rank)
+
+    def finish_rank(self, rank: int, *, failed_by_other: bool = False, reported: bool = False) -> None:
         """Show the unfinished last line of a rank that has ended, and its held lines.
 
         Args:
             rank: Global rank.
             failed_by_other: True if it ended because of another rank; errors about lost connections are then only in its log.
+            reported: True if the failure report has its traceback.
         """
         for descriptor in (1, 2):
             if rest := _without_way_up(self._partial.pop((rank, descriptor), b"")):
                 self._show(rank, descriptor, rest)
-        self._show_lines(rank, 2, self._filter.release(rank, failed_by_other=failed_by_other))
+        self._show_lines(rank, 2, self._filter.release(rank, failed_by_other=failed_by_other, reported=reported))
 
     def say(self, text: str) -> None:
         """Print a message of the launcher on standard error, after all output that the ranks have sent so far.

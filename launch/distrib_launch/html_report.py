@@ -112,13 +112,11 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
             f"({escape(plan.forecast.source)}; error to expect {plan.forecast.expected_error:.0%}).</p>"
         )
     if predicted and predicted.cap:
-        parts.append(
-            f"<p>Capped by {escape(predicted.cap.link)}, {units.rate_text(predicted.cap.bandwidth_bytes_per_second)}.</p>"
-        )
+        parts.append(f"<p>Capped by {escape(predicted.cap.link)}, {predicted.cap.bandwidth}.</p>")
     if measured and measured.links:
         links = [
-            (f"{link.source} to {link.target}", units.rate_text(link.bytes_per_second),
-             units.rate_text(link.expected_bytes_per_second) if link.expected_bytes_per_second else "-")
+            (f"{link.source} to {link.target}", units.bit_rate_text(link.bytes_per_second),
+             units.bit_rate_text(link.expected_bytes_per_second) if link.expected_bytes_per_second else "-")
             for link in sorted(measured.links, key=lambda link: link.bytes_per_second)[:32]
         ]  # fmt: skip
         parts += ["<h2>Links, slowest first</h2>", _table(("", "carried", "expected"), links, numbers=(1, 2))]

@@ -48,6 +48,15 @@ class OutputFilter:
 
     def __init__(self) -> None:
         self._held: dict[int, _HeldLines] = {}
+        self._failing: set[int] = set()
+
+    def expect_traceback(self, rank: int) -> None:
+        """Hold the next traceback of a rank and what follows it until the rank ends.
+
+        Args:
+            rank: Global rank, which an uncaught exception ends.
+        """
+        self._failing.add(rank)
 
     def add(self, rank: int, lines: Iterable[bytes]) -> list[bytes]:
         """Add lines of a rank.
@@ -72,19 +81,22 @@ class OutputFilter:
                 continue
             held.lines.append(line)
             held.lost_connection |= lost_connection
-            if not held.lost_connection and not TRACEBACK.match(line) and not FRAME.match(line):
+            may_be_whole = rank not in self._failing and not held.lost_connection
+            if may_be_whole and not TRACEBACK.match(line) and not FRAME.match(line):
                 shown += self.release(rank)
         return shown
 
-    def release(self, rank: int, *, failed_by_other: bool = False) -> list[bytes]:
+    def release(self, rank: int, *, failed_by_other: bool = False, reported: bool = False) -> list[bytes]:
         """Return the held lines of a rank, and hold them no longer.
 
         Args:
             rank: Global rank.
             failed_by_other: True if the rank ended because of another one: messages about a lost connection are left out.
+            reported: True if the failure report has the traceback that the lines begin with.
         """
+        self._failing.discard(rank)
         held = self._held.pop(rank, None)
-        return held.lines if held and not (failed_by_other and held.lost_connection) else []
+        return [] if held is None or reported or (failed_by_other and held.lost_connection) else held.lines
 
     def overdue(self, *, all_of_them: bool) -> list[tuple[int, list[bytes]]]:
         """Return the held lines of ranks that have not ended in time.

@@ -212,9 +212,9 @@ def _warning(
     cap = prediction.cap
     why = prediction.losses[0].what if prediction.losses else "no link, the ranks themselves"
     if cap and why == f"link {cap.link}":
-        why = f"link {cap.link}, {units.rate_text(cap.bandwidth_bytes_per_second)}"
+        why = f"link {cap.link}, {cap.bandwidth}"
         if cap.needed_bytes_per_second:
-            why += f"; {cap.wanted_efficiency:.0%} needs {units.rate_text(cap.needed_bytes_per_second)}"
+            why += f"; {cap.wanted_efficiency:.0%} needs {units.bit_rate_text(cap.needed_bytes_per_second)}"
         elif limit and limit.losses and limit.efficiency < prediction.efficiency + MIN_GAIN:
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
     lines = [

@@ -90,6 +90,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     """Path of the rank's stderr."""
 
+    @property
+    def names_its_place(self) -> bool:
+        """Return True if the message names the ranks or the host."""
+        return self.code in ("hang", "host-lost")
+
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Start of a job that failed and was followed by another."""

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -237,17 +237,34 @@ def _program_path(given: str) -> str:
     return given if "/" in given else shutil.which(given) or given
 
 
+def _similar_scripts(script: Path) -> list[str]:
+    """Return scripts whose folders and name are similar to those of a path that does not exist, the most similar first."""
+    folders = [Path(script.anchor)]
+    for part in script.parts[bool(script.anchor) : -1]:
+        folders = [
+            folder / name
+            for folder in folders
+            for name in (
+                [part] if files.is_dir(folder / part) else _similar(part, filter(files.is_dir, folder.glob("*")))
+            )
+        ]
+    found = [str(folder / name) for folder in folders for name in _similar(script.name, folder.glob("*.py"))]
+    return difflib.get_close_matches(str(script), found, cutoff=0.0)
+
+
+def _similar(name: str, paths: Iterable[Path]) -> list[str]:
+    return difflib.get_close_matches(name, sorted(path.name for path in paths), cutoff=0.75)
+
+
 def _check_script(given: str, *, is_local: bool, is_program: bool) -> None:
     """Raise ConfigError if it is not a Python script, or if a job on this machine only may not read it."""
     script = Path(_program_path(given) if is_program else given)
     is_interpreter = script.name.startswith("python") and script.suffix != ".py"
     if not files.is_file(script):
         is_folder = files.is_dir(script)
-        folder = script if is_folder else script.parent
-        scripts = sorted(path.name for path in folder.glob("*.py"))
-        near = scripts[:1] if is_folder else difflib.get_close_matches(script.name, scripts, n=1, cutoff=0.75)
+        near = sorted(map(str, script.glob("*.py"))) if is_folder else _similar_scripts(script)
         hint = (
-            f"did you mean {folder / near[0]}?"
+            f"did you mean {near[0]}?"
             if near
             else "options of distrib-launch stand before the script, the script's own after it"
         )
@@ -420,7 +437,11 @@ def _launch(
         result = _not_started(plan, end, time.time() - began)
         with contextlib.suppress(OSError):
             run_directory.write_json(run_dir / run_directory.RESULT, result)  # programs may wait for it
-        console.status(status_lines.end_line(result, run_dir))
+        line = status_lines.end_line(result, run_dir)
+        if isinstance(end, KeyboardInterrupt):
+            console.status(line)
+        elif options.status_lines:
+            end.closing_line = line
         raise
     plan, result = ended.plan, ended.result
     try:

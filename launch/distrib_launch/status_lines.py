@@ -52,9 +52,10 @@ def end_line(result: Result, run_dir: Path) -> str:
     failure = result.first_failure
     if (
         result.status == "failed" and failure and failure.host
-    ):  # without a host, the command prints the error after this line
-        message = textwrap.shorten(failure.message.partition("\n")[0], MAX_MESSAGE_LENGTH)
-        line += f": {message}" if failure.code == "host-lost" else f": {failed_part(failure)}: {message}"
+    ):  # without a host, the command prints the error before this line
+        shown = failure.message.partition("; " if failure.code == "hang" else "\n")[0]  # a hang was reported at length
+        message = textwrap.shorten(shown, MAX_MESSAGE_LENGTH)
+        line += f": {message}" if failure.names_its_place else f": {failed_part(failure)}: {message}"
     elif measured := result.measured:
         speed = f"{measured.samples_per_second:,.0f} samples/s, " if measured.samples_per_second else ""
         baseline = "one rank's profiled speed" if result.predicted else "the speed without waiting"

@@ -15,7 +15,7 @@ def test_rules_of_thumb_that_a_host_breaks_are_listed():
     rules = {rule.rule: rule for rule in check_hardware(parse_topology(text, "t").nodes[0])}
     assert not any(rule.kept for rule in rules.values())
     assert "PCIe4 x4" in rules["PCIe"].text and "PCIe4 x16" in rules["PCIe"].text
-    assert "ib0 supports 50 GB/s" in rules["NIC slots"].text
+    assert "ib0 supports 400 Gb/s" in rules["NIC slots"].text
     assert "nvidia_peermem" in rules["GPUDirect"].text
     assert check_hardware(parse_topology(NODE, "t").nodes[0]) == ()
     assert all(rule.kept for rule in check_hardware(read_topology(EXAMPLES / "h100-ndr.yaml").nodes[0]))

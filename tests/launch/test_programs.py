@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,3 +52,39 @@ def test_a_program_runs_on_every_rank(launch, tmp_path):
     script.chmod(0o644)
     run = launch("-np", "1", "--no-python", script)
     assert run.code == 2 and "chmod +x" in run.err
+
+
+HIDING = (
+    "select", "struct", "socket", "signal", "selectors", "json", "hmac", "enum", "re", "typing", "math", "subprocess", "pathlib",
+    "urllib", "resource", "fnmatch", "traceback", "pickle", "runpy", "distrib", "distrib_launch",
+)  # fmt: skip
+"""Names of modules of the standard library and of distrib."""
+
+
+@pytest.fixture
+def hiding_folder(tmp_path):
+    """Return a folder with a module of each of these names."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name in HIDING:
+        (folder / f"{name}.py").write_text("X = 1\n")
+    return folder
+
+
+def test_modules_beside_the_script_hide_none_of_the_launcher(launch, hiding_folder):
+    (hiding_folder / "p.py").write_text("import select, sys\nprint(select.X, sys.path[0])\n1 / len(sys.argv[1:])\n")
+    assert launch("-np", "2", "p.py", "x", cwd=hiding_folder).out.count(f"1 {hiding_folder}\n") == 1  # of both ranks
+    failed = launch("-np", "2", "-m", "p", cwd=hiding_folder)
+    assert "rank 0 on localhost failed first: ZeroDivisionError: division by zero" in failed.err, failed
+    assert failed.result["first_failure"]["traceback"].startswith("Traceback"), failed
+
+
+@pytest.mark.processes
+def test_modules_in_the_working_directory_hide_none_of_the_function_runner(hiding_folder, tmp_path):
+    script = tmp_path / "runs.py"
+    script.write_text(
+        "import os, sys, distrib_launch\n\ndef here():\n    import select\n    return select.X, sys.path[0]\n\n"
+        "print(distrib_launch.run(here, np=2, quiet=True).return_values)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=hiding_folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and str(hiding_folder) in done.stdout, done

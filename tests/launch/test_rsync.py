@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from distrib.errors import ConfigError, PreflightError
 from distrib.utils.netif import is_here
 from distrib_launch.engines import ssh_wrapper
+from distrib_launch.engines.engine import AGENT
 from distrib_launch.rsync import check_folder, sync
 from tests.conftest import LAUNCH, SCRIPTS
 
@@ -108,6 +110,9 @@ def test_the_agent_starts_the_daemon_where_it_is_on_that_host():
     assert command.startswith("exec /bin/sh -c ")
     assert "/w w" in command and f'else {remote} --uri "x"; fi' in command
     assert ssh_wrapper.rewrite(["n1", remote], SETTINGS) == ["ssh", "-F", "/a b/config", "n1", remote]
+    csh = "set path = ( /v/bin $path ) ; setenv LD_LIBRARY_PATH /v/lib ; /v/bin/prted --uri x"
+    command = ssh_wrapper.rewrite(["n3", csh], {**SETTINGS, "prefixes": {"n3": "/v"}})[-1]
+    assert "setenv" not in command and command.endswith("; /v/bin/prted --uri x'")
 
 
 @pytest.mark.processes
@@ -118,7 +123,7 @@ def test_the_plan_shows_which_ranks_an_interpreter_of_its_own_runs(tmp_path):
     plan = json.loads(done.stdout)
     shell, option, script = plan["command"][-3:]
     assert (shell, option) == ("/bin/sh", "-c")
-    rank = "-m distrib_launch.rank_agent"
+    rank = shlex.join(AGENT)
     own = f"{plan['script'][0]} {rank}"
     assert (
         script

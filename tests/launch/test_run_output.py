@@ -146,12 +146,18 @@ def test_the_stack_of_the_thread_that_crashed_is_found():
     [
         (["--epochs", "3", "train.py"], "options for your script go after the script"),
         (["train.p"], "no such script; did you mean train.py?"),
+        (["exmples/train_cnn.py"], "did you mean examples/train_cnn.py?"),
+        (["./exmples/train_cn.py"], "did you mean examples/train_cnn.py?"),
+        (["examples/visoin/eval.py"], "did you mean examples/vision/eval.py?"),
+        (["elsewhere/eval.py"], "options of distrib-launch stand before the script"),
         (["--bucket", "25", "train.py"], "write 25MiB"),
         (["-np", "99999", "train.py"], "add --oversubscribe"),
     ],
 )
 def test_typing_errors_are_told_with_a_way_out(tmp_path, words, told):
-    (tmp_path / "train.py").touch()
+    (tmp_path / "examples/vision").mkdir(parents=True)
+    for name in ("train.py", "examples/train_cnn.py", "examples/vision/eval.py"):
+        (tmp_path / name).touch()
     done = call(main, *words, cwd=tmp_path)
     assert done.returncode == 2 and told in done.stderr
 
@@ -184,7 +190,6 @@ def test_messages_begin_on_their_own_line_after_progress_bars(launch, tmp_path):
     run = launch("-np", "2", path)
     lines = run.err.splitlines()
     assert "[0@localhost] distrib: warning: of rank 0" in lines, run
-    assert "[1@localhost] Traceback (most recent call last):" in lines, run
     assert "distrib-launch: error: rank 1 on localhost failed first: KeyError: 'batch'" in lines, run
     assert not any(line.startswith("[1@localhost]") and "%" in line for line in lines), run
 
@@ -205,3 +210,36 @@ def test_warnings_of_the_library_are_repeated_at_the_end(launch, tmp_path):
     assert "SGD" in run.result["warnings"][0]
     warning, end = run.err.splitlines()[-2:]
     assert "SGD" in warning and "succeeded" in end
+
+
+@pytest.mark.forked
+def test_one_traceback_is_shown_of_an_error_that_all_ranks_share(launch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import distrib\njob = distrib.init()\njob.barrier()\n\ndef evaluate():\n    job.all_reduce(1.0, 'avg')\n\nevaluate()\n"
+    )
+    run = launch("-np", "3", script)
+    assert run.code == 1 and run.err.count("Traceback") == 1 and run.err.count("in evaluate") == 1, run
+    assert re.search(r"ranks [0-2][-,][0-2]: failed too, with the same exception\n", run.err), run
+    assert run.err.count("all_reduce has no op") == 2 and "collectives.py" not in run.err, run  # also in the last line
+    assert "collectives.py" in (run.run_dir / "ranks/0.err").read_text()
+
+
+def test_the_traceback_of_an_uncaught_exception_waits_for_the_end_of_its_rank():
+    shown = OutputFilter()
+    shown.expect_traceback(0)
+    lines = [HEAD, b'  File "a.py", line 1', b"ValueError: first line", b"second line", b"", HEAD, b"KeyError: 1"]
+    assert shown.add(0, [b"before", *lines]) == [b"before"]
+    assert shown.release(0, reported=True) == []
+    shown.expect_traceback(0)
+    shown.add(0, lines)
+    assert shown.release(0) == lines and shown.add(0, lines[:3]) == lines[:3]
+
+
+def test_a_refused_start_says_why_before_its_last_line(launch, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    run = launch("-H", "no-such-host.invalid:1", script)
+    *_, error, end = run.err.splitlines()
+    assert run.code == 3 and error.startswith("distrib-launch: error: no-such-host.invalid: ssh: "), run
+    assert end.startswith("distrib-launch: failed after "), run

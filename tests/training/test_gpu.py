@@ -247,7 +247,7 @@ def test_workers_that_share_a_gpu_learn_without_a_common_step(device, launch):
     [
         ("kill", r"rank 1 on localhost failed first: .*SIGKILL"),
         ("raise", r"rank 1 on localhost failed first: ValueError: a bug"),
-        ("sleep", r"failed first: no progress for 10 s: rank 1 on localhost is in its own code \(beside_nccl"),
+        ("sleep", r"error: no progress for 10 s: rank 1 on localhost is in its own code \(beside_nccl"),
     ],
 )
 def test_a_rank_that_ends_or_stands_still_beside_nccl_is_named(device, launch, order, says):

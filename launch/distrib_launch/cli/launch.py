@@ -13,14 +13,17 @@ import msgspec
 
 from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
+from distrib.units import count_text
 from distrib.utils import files, signals
 from distrib.utils.json_text import encode_json
+from distrib.utils.log import PLAIN, get_logger
 from distrib_launch import run_directory
 from distrib_launch.arguments.completion import complete_words, is_completing
 from distrib_launch.arguments.config_file import parse_with_config
 from distrib_launch.arguments.launch_arguments import EXAMPLES, USAGE, launch_options, parser
 from distrib_launch.console import prepare_streams, report_error, tolerate_closed_pipe
 from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
+from distrib_launch.status_lines import rank_count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = None
     problem: object = "interrupted"
     prepare_streams()
+    closing_line = ""
     if not (sys.argv[1:] if argv is None else argv) and not is_completing():
         print(f"usage: {USAGE}\n\n{EXAMPLES}\ndistrib-launch --help lists the options.", file=sys.stderr)
         return 2
@@ -43,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except DistribError as error:
         status, exit_code, code, problem = "failed", error.exit_code, error.code, error
+        closing_line = error.closing_line
     except KeyboardInterrupt as interrupt:
         status, exit_code, code = "stopped", signals.exit_code(interrupt), "stopped"
     report_error(problem)
+    if closing_line:
+        get_logger("launch").info("%s", closing_line, extra=PLAIN)
     # If parsing failed, `--json` is searched in the words; one among the script's arguments is harmless.
     if arguments.json if arguments else "--json" in (sys.argv[1:] if argv is None else argv):
         with contextlib.suppress(DistribError):  # standard output itself may have failed
@@ -61,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         plan = runner.plan_launch(options)
         with tolerate_closed_pipe():
-            _show_plan(plan, as_json=arguments.json)
+            _show_plan(plan, as_json=arguments.json, verbose=options.verbose)
         return 0
     if options.engine == "kubernetes":
         from distrib_launch.cli import manifest  # loads the YAML writer
@@ -85,15 +92,12 @@ def _print_json(value: object) -> None:
         print(encode_json(value, indent=2).decode())
 
 
-def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
+def _show_plan(plan: LaunchPlan, *, as_json: bool, verbose: bool) -> None:
     if as_json:
         print(encode_json(without_secrets(plan)).decode())
         return
-    servers = len(plan.ranks) - plan.world_size
-    and_servers = f" and {servers} parameter server(s)" if servers else ""
-    print(
-        f"{plan.world_size} rank(s){and_servers} on {len(plan.hosts)} host(s), engine {plan.engine}, mode {plan.mode}"
-    )
+    what = f"{rank_count(plan)} on {count_text(len(plan.hosts), 'host')}"
+    print(f"{what}, engine {plan.engine}, mode {plan.mode}")
     for line in _host_lines(plan):
         print(f"  {line}")
     for note in plan.notes:
@@ -107,7 +111,9 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
         print(f"network: {plan.network or 'interfaces are chosen at launch, from what the hosts have'}")
     if plan.sync:
         print(f"copied to every host first: {plan.sync}")
-    print(f"command: {shlex.join(plan.command)}")
+    if verbose:
+        print(f"command: {shlex.join(plan.command)}")
+    print(f"nothing was started; without --dry-run, distrib-launch starts {what}")
 
 
 def _host_lines(plan: LaunchPlan) -> Iterator[str]:

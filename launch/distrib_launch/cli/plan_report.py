@@ -12,7 +12,7 @@ from distrib.bandwidth_model.planner import NetworkComparison, PlanRequest, Scal
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.recommendations import Recommendation, faster_subset_text, include_option
 from distrib.bandwidth_model.scaling import NEGLIGIBLE_FRACTION
-from distrib.units import duration_text, number_text, rate_text, size_text
+from distrib.units import bit_rate_text, duration_text, number_text, size_text
 
 MAX_ROWS = 6
 """Rows of a table of recommendations: those that are worth a trial."""
@@ -84,7 +84,7 @@ def _held_by(prediction: Prediction) -> str:
     if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE_FRACTION * prediction.step_seconds):
         return "loading data"
     if cap and (most is None or most.what == f"link {cap.link}"):
-        return f"{cap.link}, {rate_text(cap.bandwidth_bytes_per_second)}"
+        return f"{cap.link}, {cap.bandwidth}"
     return most.what if most and most.seconds > NEGLIGIBLE_FRACTION * prediction.step_seconds else "compute"
 
 
@@ -103,9 +103,9 @@ def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
         return f"{where}: no network between hosts is needed{held}"
     has = ""
     if last.cap and not last.cap.is_inside:
-        has = f"; {last.cap.link} has {rate_text(last.cap.bandwidth_bytes_per_second)}"
+        has = f"; {last.cap.link} has {last.cap.bandwidth}"
     reached = " (reached)" if last.efficiency >= plan.wanted_efficiency else ""
-    return f"{where} needs {rate_text(plan.needed_bytes_per_second)} a host{has}{reached}"
+    return f"{where} needs {bit_rate_text(plan.needed_bytes_per_second)} a host{has}{reached}"
 
 
 def _fewer(request: PlanRequest, plan: ScalingPlan) -> str:

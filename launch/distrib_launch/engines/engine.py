@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from distrib_launch.launch_plan import LaunchPlan
     from distrib_launch.rank_placement import HostPlan
 
+AGENT = (
+    "-c",
+    'import sys; sys.path[0] or sys.path.pop(0); import runpy; runpy.run_module(sys.argv.pop(1), run_name="__main__")',
+    "distrib_launch.rank_agent",
+)
+"""Arguments of Python that start a rank agent, without the working directory on sys.path, whose modules could hide ours (`-m` adds it)."""
+
 
 class Engine:
     """A runtime that starts one `distrib_launch.rank_agent` for each planned rank, in the order of `LaunchPlan.started`."""

@@ -6,10 +6,8 @@ to hang after jobs of very short ranks, and to exit with 0 after the loss of a h
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pwd
 import re
 import shlex
 import shutil
@@ -24,7 +22,7 @@ from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib.errors import ConfigError
 from distrib.utils.netif import is_here
 from distrib_launch.engines import ssh
-from distrib_launch.engines.engine import Engine
+from distrib_launch.engines.engine import AGENT, Engine
 from distrib_launch.engines.remote_shell import RemoteShell
 from distrib_launch.rank_agent import daemonize
 
@@ -38,6 +36,7 @@ HOSTFILE = "mpirun-hosts.txt"
 IGNORE_FAILURES = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
 """Parameters for mode async: PRRTE continues if a process dies or a host is silent. It still stops if a daemon ends."""
 
+SSH_WRAPPER = Path(__file__).with_name("ssh_wrapper.py")
 SSH_WRAPPER_SETTINGS = "agent.json"
 """File in the run directory with the settings of `ssh_wrapper`."""
 TRANSIENT_FAILURES = (r"^\s*Daemon exit status: 213$", "PMIx server's listener thread failed to start")
@@ -48,8 +47,8 @@ in about one of a thousand starts on busy machines: https://github.com/lfortran/
 """
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
 """Disabled PRRTE components: they would replace the planned slots and ssh command. PRRTE ignores unknown names."""
-SHELLS = ("sh", "bash", "zsh", "csh", "tcsh", "ksh", "dash")
-"""Login shells for which PRRTE can write remote commands."""
+SHELLS = ("sh", "bash", "zsh", "ksh", "dash")
+"""Login shells that read commands for sh."""
 OTHER_MPIS = (
     ("unknown option .?--prtemca", "of an older Open MPI"),
     (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
@@ -80,31 +79,21 @@ def _find_mpirun(wanted: str | None) -> str:
 
 
 def _needs_ssh_wrapper(plan: LaunchPlan) -> bool:
-    """Return True if Open MPI needs `ssh_wrapper`: it splits its ssh command at blanks and colons."""
-    return (
-        any(host.python for host in plan.hosts)
-        or any(not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh)
-        or _has_strange_shell(plan)
-    )
-
-
-def _has_strange_shell(plan: LaunchPlan) -> bool:
-    """Return True if a login shell is unsupported by PRRTE, such as fish. PRRTE assumes the local user's shell on every host."""
-    shells = {host.shell for host in plan.hosts}
-    with contextlib.suppress(KeyError):  # in a container the user id may have no entry in passwd
-        shells.add(pwd.getpwuid(os.getuid()).pw_shell)
-    return not {Path(shell).name for shell in shells if shell} <= {*SHELLS}
+    """Return True if Open MPI cannot do without `ssh_wrapper`: it splits its ssh command at blanks and colons."""
+    odd_words = any(not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh)
+    return odd_words or any(host.python or (host.shell and Path(host.shell).name not in SHELLS) for host in plan.hosts)
 
 
 def _agent(plan: LaunchPlan) -> str:
-    if not _needs_ssh_wrapper(plan):
-        return " ".join(_ssh_of_daemons(plan))
-    if any(map(str.isspace, plan.script[0])):
+    """Return the wrapper, with which no login shell reads what PRRTE writes for that of this machine."""
+    if any(char.isspace() for char in f"{plan.script[0]}{SSH_WRAPPER}"):
+        if not _needs_ssh_wrapper(plan):
+            return " ".join(_ssh_of_daemons(plan))
         raise ConfigError(
             f"Open MPI cannot run {plan.script[0]}: its path has blanks",
             hint="install distrib in a folder without blanks, or leave out python= and blanks in --run-dir and --ssh-command",
         )
-    return f"{plan.script[0]} -m distrib_launch.engines.ssh_wrapper"
+    return f"{plan.script[0]} {SSH_WRAPPER}"
 
 
 def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
@@ -127,7 +116,7 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     If hosts have different interpreters, a shell selects one by the rank's number. Separate contexts of mpirun cannot: they
     take the end of an address with colons for a number of slots.
     """
-    runner = ("-m", "distrib_launch.rank_agent", *([daemonize.DETACH_OPTION] if plan.mode == "async" else []))
+    runner = (*AGENT, *([daemonize.DETACH_OPTION] if plan.mode == "async" else []))
     ranks: dict[str, list[str]] = {}
     programs = {host.name: host.python for host in plan.hosts}
     for number, rank in enumerate(plan.started):
@@ -208,12 +197,12 @@ class _Mpirun(Engine):
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
         """Write the hostfile, the ssh configuration and the settings of `ssh_wrapper`."""
         hosts = plan.hosts
-        if _needs_ssh_wrapper(plan):
+        if any(str(SSH_WRAPPER) in word for word in plan.command):
             own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
             here = str(Path(plan.command[0]).parent.parent)
-            prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
-            if _has_strange_shell(plan):  # with a prefix, `ssh_wrapper` runs the command in /bin/sh
-                prefixes = {host.name: here for host in hosts} | prefixes
+            prefixes = {
+                host.name: str(Path(host.python).parent.parent) if host.python and own else here for host in hosts
+            }
             settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
             (run_dir / SSH_WRAPPER_SETTINGS).write_text(json.dumps(settings))
         (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 import msgspec
@@ -27,5 +28,5 @@ class RemoteShell(msgspec.Struct, frozen=True, kw_only=True):
             line: Shell command.
         """
         if self.transport == "ssh":
-            return [*self.words, host, line]
+            return [*self.words, host, f"exec /bin/sh -c {shlex.quote(line)}"]  # for every login shell
         return [*self.words, f"--nodelist={host}", "/bin/sh", "-c", line]

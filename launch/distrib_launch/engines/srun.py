@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from distrib.cluster import slurm
 from distrib.errors import ConfigError
-from distrib_launch.engines.engine import Engine
+from distrib_launch.engines.engine import AGENT, Engine
 from distrib_launch.engines.remote_shell import RemoteShell
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class _Srun(Engine):
             words += [f"--mpi={kind}"]
         if any(host.python for host in plan.hosts):
             return (*words, "--multi-prog", f"{plan.run_dir}/{PROGRAMS}")
-        return (*words, options.interpreter, "-m", "distrib_launch.rank_agent")
+        return (*words, options.interpreter, *AGENT)
 
     def shell(self, plan: LaunchPlan) -> RemoteShell | None:
         """Return srun, which runs steps in the allocation; None outside one."""
@@ -285,7 +286,7 @@ class _Srun(Engine):
         (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.started))
         if any(host.python for host in plan.hosts):
             programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
-            lines = [f"{n} {programs[rank.host]} -m distrib_launch.rank_agent\n" for n, rank in enumerate(plan.started)]
+            lines = [f"{n} {programs[rank.host]} {shlex.join(AGENT)}\n" for n, rank in enumerate(plan.started)]
             (run_dir / PROGRAMS).write_bytes(os.fsencode("".join(lines)))
 
     def queued(self, log: Path) -> str:

@@ -1,7 +1,8 @@
-"""Program that Open MPI runs in place of ssh: `python -m distrib_launch.engines.ssh_wrapper HOST COMMAND`.
+"""Program that Open MPI runs in place of ssh: `python ssh_wrapper.py HOST COMMAND`.
 
-Open MPI splits its ssh command at every blank, and starts its daemon on every host at the path that it has on this machine. The wrapper
-is needed for blanks in the ssh command, for hosts with other interpreters, and for login shells that PRRTE does not support.
+Open MPI splits its ssh command at every blank, and starts its daemon on every host at the path that it has on this machine. It also
+writes the command for the login shell of this machine. The wrapper is for blanks in the ssh command, for hosts with other interpreters,
+and for login shells and their settings: the command runs in /bin/sh.
 Standard library only.
 """
 
@@ -32,10 +33,16 @@ def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[st
         return [*ssh, *arguments]
     at = arguments.index(host) + 1
     command = " ".join(arguments[at:])
+    if "setenv " in command:  # csh is the login shell of this machine
+        _, daemon, after = command.rpartition(f"{prefix}/bin/prted")
+        own = f"PATH={prefix}/bin:$PATH; LD_LIBRARY_PATH={prefix}/lib${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}; PRTE_PREFIX={prefix}"
+        command = f"{own}; export PATH LD_LIBRARY_PATH PRTE_PREFIX; {daemon}{after}"
     there = shlex.quote(prefixes[host])
     # Without a daemon below the host's own prefix, the command stays as it is: the host has Open MPI at the same path as this machine.
     elsewhere = command.replace(f"{prefix}/", f"{there}/").replace(f"={prefix};", f"={there};")
     choice = f"if [ -x {there}/bin/prted ]; then {elsewhere}; else {command}; fi"
+    if prefixes[host] == prefix:
+        choice = command
     return [*ssh, *arguments[:at], f"exec /bin/sh -c {shlex.quote(choice)}"]  # for every login shell
 
 

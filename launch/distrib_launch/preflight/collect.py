@@ -156,7 +156,9 @@ def query_hosts(
             return HostReply(inventory=own, ports=sessions.listen(), sent=now, received=time.time())
         command = [query.python, "-c", LOADER]
         if not query.is_local:
-            command = remote.command(query.name, f"echo '{SHELL_MARK}'; {shlex.join(command)}")
+            command = remote.command(
+                query.name, f"echo '{SHELL_MARK}'; env | sed -n '/^PYTHON/p'; {shlex.join(command)}"
+            )
             if remote.transport == "ssh":
                 command = sessions.shared(command)
         return _query(query, command, sessions, None if query.is_local else remote.environment, timeout)
@@ -243,10 +245,18 @@ def explain_failure(query: HostQuery, code: int, err: str, out: str = "", *, rea
             "its login shell exits before the command, or reads standard input" + (f"; it prints {printed!r}" if printed else ""),
             f"check ~/.bashrc there for exit, exec or read; try: {query._try_python()}",
         )  # fmt: skip
+    if fatal := next((line for line in lines if line.startswith("Fatal Python error")), ""):
+        names = ", ".join(re.findall(r"^(PYTHON\w+)=", out, re.MULTILINE))
+        seen = f" ({names} set there)" if names else ""
+        fix = f"see whether its login files (~/.bashrc, /etc/environment) set {names}; try: " if names else ""
+        return error(
+            query.name, "python", f"{query.python} does not run there: {fatal}{seen}", fix + query._try_python()
+        )
     if code in (126, 127) or re.search(r"command not found|no such file or directory|permission denied", words, re.I):
         return _no_interpreter(query, words)
     if "SyntaxError" in err:
         return error(query.name, "python", f"{query.python} is too old for distrib", "use Python 3.10 or later")
+    out = re.sub(r"^PYTHON\w+=.*\n?", "", out, flags=re.MULTILINE).strip()
     if code == 0 and out:
         words = f"its login shell prints something else: {out.splitlines()[-1].strip()[:120]!r}"
     return error(query.name, "python", f"{query.python} does not run there: {words}", query._try_python())

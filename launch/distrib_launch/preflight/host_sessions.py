@@ -24,8 +24,8 @@ from typing import IO, NamedTuple, TypeVar
 from distrib.cluster.inventory import is_complete_reply
 from distrib.cluster.remote import connectivity_agent
 
-LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
-"""Python source that reads the length of a program and the program from standard input, and runs it."""
+LOADER = "import sys;sys.path[0]or(sys.path.pop(0));exec(sys.stdin.read(int(sys.stdin.readline())))"
+"""Python source that reads the length of a program and the program from standard input, and runs it, without the working directory on sys.path."""
 SHELL_MARK = "<<distrib-shell>>"
 """Text that a host's shell prints before it starts Python."""
 

@@ -17,7 +17,11 @@ def main() -> int:
     if DISTRIB_RESULT_FD not in os.environ:
         print("distrib_launch.rank_agent.run_function is started by distrib_launch.run", file=sys.stderr)
         return 2
+    import cloudpickle  # optional: the agent needs the standard library only
+
     call = pickle.load(sys.stdin.buffer)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  (as `python -m` does, but after our imports)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -26,8 +30,6 @@ def main() -> int:
     result = int(os.environ.pop(DISTRIB_RESULT_FD))
     function, arguments = pickle.loads(call["call"])  # after sys.path was extended, so that its modules are found
     value = function(*arguments)
-    import cloudpickle  # optional: the agent needs the standard library only
-
     with os.fdopen(result, "wb") as file:
         cloudpickle.dump(value, file)
     return 0

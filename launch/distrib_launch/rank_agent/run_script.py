@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+LIBRARY_PATH = sys.path[1:]
+LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", "/lib/python3.")
 
 
 class ExitReporter:
@@ -37,6 +39,7 @@ class ExitReporter:
         error = error.with_traceback(traceback)
         if os.getpid() == self._pid:  # not in a process that the script forked
             self.exit_code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            self._report(b'{"failing": true}\n')  # before the traceback, which the launcher then prints once
             _write_error_file(error)
         sys.__excepthook__(kind, error, traceback)
 
@@ -44,9 +47,7 @@ class ExitReporter:
         if os.getpid() != self._pid:
             return
         if not self.exit_code:
-            if self._inode and self._inode == self._status_inode():  # the script may have closed it
-                line = b'{"closing": true, "independent": %s}\n' % (b"false" if has_joined_others() else b"true")
-                _ignoring_errors(lambda: os.write(self._status, line))
+            self._report(b'{"closing": true, "independent": %s}\n' % (b"false" if has_joined_others() else b"true"))
             return
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -54,6 +55,10 @@ class ExitReporter:
             for stream in (sys.stdout, sys.stderr):
                 _ignoring_errors(stream.flush)
             os._exit(self.exit_code)
+
+    def _report(self, line: bytes) -> None:
+        if self._inode and self._inode == self._status_inode():  # the script may have closed it
+            _ignoring_errors(lambda: os.write(self._status, line))
 
     def _status_inode(self) -> int:
         try:
@@ -106,16 +111,35 @@ def _is_secondary(error: BaseException | None) -> bool:
     return False
 
 
+def _own_part(report: Any) -> str:
+    """Return the traceback of an error of distrib with the frames of the script only, and without its cause."""
+    library = (os.path.dirname(str(sys.modules["distrib.errors"].__file__)) + os.sep, *LIBRARY_FOLDERS)
+    own = [frame for frame in report.stack if not any(part in frame.filename for part in library)]
+    report.stack[:] = own or report.stack
+    report.__cause__ = report.__context__ = None
+    return "".join(report.format()).rstrip("\n")
+
+
 def _write_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     try:
-        import json  # only after a failure, because it would slow down every start
-        import traceback
+        folders, sys.path = (
+            sys.path,
+            LIBRARY_PATH,
+        )  # without the folder of the script, whose modules may have these names
+        try:
+            import json  # only after a failure, because it would slow down every start
+            import traceback
+        finally:
+            sys.path = folders
 
-        shown = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
+        report = traceback.TracebackException.from_exception(error)
+        shown = "".join(report.format()).rstrip("\n")
         extra = {"py_callstack": shown[-65536:], "timestamp": str(int(time.time())), "secondary": _is_secondary(error)}
+        if type(error).__module__ == "distrib.errors":
+            extra["own_callstack"] = _own_part(report)
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": _headline(error), "extraInfo": extra}}, file)
     except Exception:  # out of memory or of open files; stderr has the traceback
@@ -140,8 +164,8 @@ def main() -> int:
             import runpy  # only for modules, because it would slow down the start of scripts
 
             del sys.argv[0]
-            if not path_is_safe:
-                sys.path[0] = os.getcwd()
+            if not path_is_safe:  # the user's modules must not hide ours
+                sys.path[:1] = [] if sys.argv[0].startswith(("distrib.", "distrib_launch.")) else [os.getcwd()]
             runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]  # `python -m` calls the same function
             return 0
         path = sys.argv[0]

@@ -26,7 +26,7 @@ from distrib_launch.rsync import sync
 from distrib_launch.status_lines import rank_count
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.host_liveness import LIVENESS
-from distrib_launch.supervisor.rank_exit import RankExit
+from distrib_launch.supervisor.rank_exit import RankExit, kind_of_error
 from distrib_launch.supervisor.supervisor import Supervisor
 
 
@@ -63,10 +63,9 @@ class CompletedAttempt(NamedTuple):
         Args:
             console: Terminal of the launcher.
         """
-        if self.result.first_failure and not self.reported:
-            console.say(
-                f"error: {root_cause.failure_report(self.result.first_failure, self.exits, started=self.started)}"
-            )
+        failure = self.result.first_failure
+        if failure and failure.code != "hang" and not self.reported:  # the hang detector has reported a hang
+            console.say(f"error: {root_cause.failure_report(failure, self.exits, started=self.started)}")
 
     def with_result(self, **changes: object) -> CompletedAttempt:
         """Return a copy with other fields of the result.
@@ -286,13 +285,8 @@ def is_same_failure(before: CompletedAttempt, now: CompletedAttempt) -> bool:
         return False
     if any(ended.stepped or ended.result.seconds > RESTARTS.early_failure_seconds for ended in (before, now)):
         return False
-    return (first.exit_code, _kind_of_error(first)) == (second.exit_code, _kind_of_error(second))
+    return _code_and_kind(first) == _code_and_kind(second)
 
 
-def _kind_of_error(failure: Failure) -> tuple[str, str]:
-    """Return the type of an exception and the innermost frame of the script, as messages may name a host, a port or a time."""
-    lines = failure.traceback.splitlines()
-    frames = [line.strip() for line in lines if line.startswith('  File "') and "/lib/python" not in line]
-    if not frames:
-        return failure.message, ""
-    return failure.message.partition(":")[0], frames[-1]
+def _code_and_kind(failure: Failure) -> tuple[int | None, tuple[str, str]]:
+    return failure.exit_code, kind_of_error(failure.message, failure.traceback)

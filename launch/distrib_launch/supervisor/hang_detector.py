@@ -178,12 +178,14 @@ class HangDetector:
         )
 
     def _say(self, lines: Sequence[str], *, ends: bool) -> None:
-        """Print a report, and announce what follows if the job does not end now."""
-        self._console.say("\n".join(lines))
-        if not ends:
-            self._warnings.append(lines[0])
-            self._console.say(
-                f"the job ends if this lasts for {self._timeout_seconds:g} s"
-                if self._ends_job
-                else "the job continues; --hang-timeout TIME ends it"
-            )
+        """Print a report, with what follows if the job does not end now."""
+        if ends:
+            self._console.say("\n".join([f"error: {lines[0]}", *lines[1:]]))
+            return
+        self._warnings.append(lines[0])
+        follows = (
+            f"the job ends if this lasts for {self._timeout_seconds:g} s"
+            if self._ends_job
+            else "the job continues; --hang-timeout TIME ends it"
+        )
+        self._console.say("\n".join([f"warning: {lines[0]}", *lines[1:], f"  {follows}"]))

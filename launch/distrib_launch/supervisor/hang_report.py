@@ -32,6 +32,8 @@ GPU_FILES = (
 )  # fmt: skip
 LOADER_FILES = ("/torch/utils/data/",)
 COLLECTIVE_FILES = ("/torch/distributed/", "/horovod/", "/mpi4py/")
+JOB_FILE = "/distrib/training/job.py"
+TORCH_API_FILE = "/torch/distributed/distributed_c10d.py"
 LIBRARY_FILES = (
     "<", "/site-packages/", "/dist-packages/", "/lib/python3.", "/distrib/training/", "/distrib_launch/rank_agent/",
 )  # fmt: skip
@@ -139,7 +141,7 @@ def place_of(stack: Stack) -> RankPlace:
         frame = stack.frames[own]
         where = f"{Path(frame.filename).name}:{frame.line} in {frame.name}"
     if stack.state in ("T", "t"):
-        what = "a stop by a signal or a debugger (Ctrl-Z, SIGSTOP; kill -CONT lets it go on)"
+        what = "a stop by a signal or a debugger (Ctrl-Z, SIGSTOP: kill -CONT lets it go on)"
     elif awaited := _awaited_ranks(stack, own):
         return RankPlace(waits=True, what=awaited, where=where)
     elif _passes(stack, *LOADER_FILES):
@@ -175,7 +177,8 @@ def _awaited_ranks(stack: Stack, own: int | None) -> str:
             return "distrib.init, for the other ranks"
     for frame in inner:
         if _is_in(frame, COLLECTIVE_FILES) and not frame.function.startswith("_") and frame.function != "wrapper":
-            return frame.name
+            outer = next((call for call in reversed(inner) if _is_in(call, (JOB_FILE, TORCH_API_FILE))), frame)
+            return f"job.{outer.function}" if _is_in(outer, (JOB_FILE,)) else outer.name
     backward = any(frame.function == "_engine_run_backward" for frame in inner)
     if backward and not stack.running and not _passes(stack, *LOADER_FILES):
         return "the backward pass, for gradients"
@@ -242,13 +245,26 @@ class HangReport:
             at = f", step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "") if steps else ""
             hosts = name_hosts(stack.host for stack in members)
             lines.append(f"  {_ranks(members)} on {hosts}: in {place}{at}")
-        if self.waits_for_closed:
-            lines.append(
-                "  let all ranks leave their loops after as many steps; decide by a mean such as job.all_reduce(loss)"
-            )
-        if not self.culprits and not self._is_unreadable:
-            lines.append("  distrib-topo check tests the hosts and the network between them")
+        if remedy := self._remedy:
+            lines.append(f"  {remedy}")
         return lines
+
+    @property
+    def _remedy(self) -> str:
+        """Return the advice to the user, empty if no stack can be read."""
+        if self._is_unreadable:
+            return ""
+        if self.waits_for_closed:
+            return "let all ranks leave their loops after as many steps; decide by a mean such as job.all_reduce(loss)"
+        if not self.culprits:
+            return "distrib-topo check tests the hosts and the network between them"
+        if len(self.culprits) == len(self.stacks):
+            return (
+                "if the script works this long without a step or a line, print one in between, or raise --hang-timeout"
+            )
+        return (
+            "let every rank make the same collective calls (backward, step, barrier, all_reduce): docs/how-to/hang.md"
+        )
 
     def _conclusion(self) -> str:
         guilty = self.culprits

@@ -213,7 +213,7 @@ class PerformanceMonitor:
         if seen.links:
             worst = min(seen.links, key=lambda link: link.bytes_per_second)
             named = self._expect(worst.source, worst.target)[1]
-            return f"\n  slowest link: {worst.source}-{worst.target}{', ' + named if named else ''}, {units.rate_text(worst.bytes_per_second)}"
+            return f"\n  slowest link: {worst.source}-{worst.target}{', ' + named if named else ''}, {units.bit_rate_text(worst.bytes_per_second)}"
         cap = self._plan.forecast.predicted.cap if self._plan.forecast else None
         return f"\n  slowest link: {cap.link}" if cap else ""
 
@@ -232,8 +232,8 @@ class PerformanceMonitor:
             elif len(below) > 1 and not common:
                 where, carries = f"{len(below)} links, {worst.source}-{worst.target} the worst of them,", "carry"
             usual = worst.expected_bytes_per_second
-            beside = f", expected {units.rate_text(usual)}" if usual else " while the others carry more"
-            return f"{where} {carries} {units.rate_text(worst.bytes_per_second)}{beside}; check cable, port and NIC, and who else uses it"
+            beside = f", expected {units.bit_rate_text(usual)}" if usual else " while the others carry more"
+            return f"{where} {carries} {units.bit_rate_text(worst.bytes_per_second)}{beside}; check cable, port and NIC, and who else uses it"
         rank = self._plan.ranks[seen.slowest_rank]
         more = seen.step_seconds - predicted.step_seconds
         expected = predicted.step_seconds - predicted.exposed_seconds

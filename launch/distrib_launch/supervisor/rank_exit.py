@@ -20,6 +20,18 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str
     secondary: bool = False
     """True if the rank reported that it failed because another rank or a server had ended."""
+    own_traceback: str = ""
+    """Traceback of an error of distrib without the frames of libraries; empty for other errors."""
+
+    @property
+    def shown(self) -> str:
+        """Return the traceback for the user."""
+        return self.own_traceback or self.traceback
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Return the type of the exception and the innermost frame of the script."""
+        return kind_of_error(self.message, self.shown)
 
 
 class RankExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +74,20 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         return signal_name(self.signal) if self.signal else f"exit code {self.exit_code}"
 
 
+def kind_of_error(message: str, traceback: str) -> tuple[str, str]:
+    """Return the type of an exception and the innermost frame of the script, as messages may name a host, a port or a time.
+
+    Args:
+        message: Exception in one line.
+        traceback: Its traceback.
+    """
+    lines = traceback.splitlines()
+    frames = [line.strip() for line in lines if line.startswith('  File "') and "/lib/python" not in line]
+    if not frames:
+        return message, ""
+    return message.partition(":")[0], frames[-1]
+
+
 def signal_name(number: int) -> str:
     """Return `SIGKILL` for 9, `signal 99` for a number without a name.
 
@@ -88,6 +114,7 @@ def parse_error_record(text: str) -> ErrorRecord | None:
             message=message.strip().splitlines()[0],
             traceback=extra["py_callstack"].strip("\n"),
             secondary=extra.get("secondary") is True,
+            own_traceback=str(extra.get("own_callstack", "")),
         )
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError, IndexError):
         return None

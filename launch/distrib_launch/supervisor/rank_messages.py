@@ -75,6 +75,8 @@ class RankMessages:
         if not any(other.step > 0 for other in self._job.ranks) and int(status.get("step", -1)) > 0:
             self._job.console.status(f"first step after {time.time() - self._job.started:.1f} s")
         state.step = max(state.step, int(status.get("step", -1)))
+        if "failing" in status:
+            self._job.console.expect_traceback(state.plan.rank)
         state.closing = state.closing or "closing" in status
         state.independent = state.independent or status.get("independent") is True
         state.prepared = state.prepared or "prepared" in status
@@ -161,7 +163,9 @@ class RankMessages:
             lost=lost,
         )
         job.console.finish_rank(
-            state.plan.rank, failed_by_other=state.exit.consequence or state.exit.stopped_by == "launcher"
+            state.plan.rank,
+            failed_by_other=state.exit.consequence or state.exit.stopped_by == "launcher",
+            reported=self._is_reported(state.exit),
         )
         state.close_files()
         if job.failed_at or job.stopping:
@@ -170,3 +174,11 @@ class RankMessages:
             self._tolerance.on_success(state)
         elif not self._tolerance.on_death(state):
             job.failed_at = time.monotonic()
+
+    def _is_reported(self, ended: RankExit) -> bool:
+        """Return True if the failure report will have the exception of a rank, or count the rank among those with the same one."""
+        job = self._job
+        if ended.error is None or ended.signal or (job.stopping and not job.failed_at) or job.plan.mode == "async":
+            return False  # mode async may continue without the rank
+        exits = [state.exit for state in job.ranks if state.exit and state.exit is not ended]
+        return not ended.stopped_by or any(one.error and one.error.kind == ended.error.kind for one in exits)

@@ -18,7 +18,7 @@ from distrib_launch import output_filter
 from distrib_launch.output_filter import LOST_CONNECTION
 from distrib_launch.results import Failure
 from distrib_launch.status_lines import failed_part, short_path
-from distrib_launch.supervisor.rank_exit import ErrorRecord, RankExit, signal_name
+from distrib_launch.supervisor.rank_exit import ErrorRecord, RankExit, kind_of_error, signal_name
 
 OUTPUT_LINES = 5
 """Number of last lines of stderr and of stdout that the report shows of a rank that ended without an exception."""
@@ -53,11 +53,12 @@ FATAL_ERROR = "Fatal Python error: "
 MPI_INIT_FRAMES = (" in _start_mpi", " in _init_mpi")
 """Ends of the innermost Python frame in MPI_Init: `training.world`, `probe.__main__`. See `engines.srun.BARRIERS`."""
 
-FOLLOWS = "\nThe above exception was the direct cause of the following exception:\n\n"
-"""Line of Python between an error and the one that was raised from it."""
-
 AT_ONCE_SECONDS = 0.5
 """Time in which all ranks of a host are lost if the host ends. Open MPI kills the other ranks 1 s after one was killed."""
+
+SAME_ERROR = "failed too, with the same exception"
+FATES = ("timed out, too", "lost the connection to it", "failed too", "were stopped", "had finished")
+"""Ends of the other ranks, in the order of the report."""
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """Signals of faults in the process itself."""
@@ -140,7 +141,7 @@ def describe_failure(
         code, message = "connection-lost", _disconnected(first, exits, message)
     return Failure(
         rank=first.rank, host=first.host, time=first.time, exit_code=first.exit_code, signal=first.signal,
-        code=code, message=message, traceback=error.traceback if error else "\n".join(stack), log=str(log),
+        code=code, message=message, traceback=error.shown if error else "\n".join(stack), log=str(log),
     )  # fmt: skip
 
 
@@ -308,15 +309,16 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
         exits: Exits of all ranks.
         started: Unix time of the job's start.
     """
-    by_itself = "" if failure.code == "host-lost" else f"{failed_part(failure)} failed first: "
+    by_itself = "" if failure.names_its_place else f"{failed_part(failure)} failed first: "
     lines = [by_itself + failure.message]
     if failure.rank is not None and (failure.signal or not failure.traceback):
         for name, log in (("output", Path(failure.log).with_suffix(".out")), ("error output", Path(failure.log))):
             last = _last_lines(tail(log))
             if last and not failure.message.endswith(f"; last line: {''.join(last)}"):
                 lines += [f"  its last {name}:", *("    " + line for line in last)]
-    is_ours = failure.message.startswith("distrib.errors.")  # such an error quotes the one that it follows from
-    traceback = (failure.traceback.rpartition(FOLLOWS)[2] if is_ours else failure.traceback).splitlines()
+    traceback = failure.traceback.splitlines()
+    if len(traceback) > 1 and failure.message.startswith(traceback[-1]):
+        traceback.pop()  # printed above
     shown = traceback[-20:]
     if len(shown) < len(traceback):
         lines.append(f"  ... {len(traceback) - len(shown)} lines more in its log")
@@ -329,20 +331,23 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
     for one in exits:
         if one.rank != failure.rank:
             groups.setdefault(_fate(one, failure), []).append(one.rank)
-    for fate in ("timed out, too", "lost the connection to it", "failed too", "were stopped", "had finished"):
-        if numbers := groups.get(fate):
-            what = fate.replace("were ", "was ") if len(numbers) == 1 else fate
-            if fate == "lost the connection to it":
-                what += f" ({units.count_text(len(numbers), 'traceback')} in the logs)"
-            lines.append(f"  rank{'s' * (len(numbers) > 1)} {ranges(numbers)}: {what}")
+    for fate in sorted(groups, key=lambda fate: [fate.startswith(begin) for begin in FATES], reverse=True):
+        numbers = groups[fate]
+        what = fate.replace("were ", "was ") if len(numbers) == 1 else fate
+        if fate == "lost the connection to it":
+            what += f" ({units.count_text(len(numbers), 'traceback')} in the logs)"
+        lines.append(f"  rank{'s' * (len(numbers) > 1)} {ranges(numbers)}: {what}")
     return "\n".join([*lines, f"  its error output: {short_path(failure.log)}"])
 
 
 def _fate(one: RankExit, failure: Failure) -> str:
+    has_same_error = one.error and one.error.kind == kind_of_error(failure.message, failure.traceback)
     if one.stopped_by:
         # A rank that the launcher stops may have failed by the same error, such as a module that is missing on all hosts.
-        same = one.exit_code and one.error and failure.message.startswith(one.error.message)
-        return "failed too" if same else "were stopped"
+        return SAME_ERROR if one.exit_code and has_same_error else "were stopped"
     if one.consequence:
         return "timed out, too" if NCCL_TIMEOUT in failure.message.lower() else "lost the connection to it"
-    return "failed too" if one.failed else "had finished"
+    if has_same_error:
+        return SAME_ERROR
+    kind = f": {one.error.message.partition(':')[0]}" if one.error else ""
+    return f"failed too{kind}" if one.failed else "had finished"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from distrib.cluster.node import shown_hosts
-from distrib.units import format_rate
+from distrib.units import bit_rate_text, rate_text
 from distrib.utils import plotting as style
 from distrib_launch.topology_view.model import GroupView, LinkView, SwitchView, View
 
@@ -80,7 +81,7 @@ class _Page:
         if group.nvswitch or group.nvlink_pairs:
             self.write(f"GPUs connected {'by NVSwitch' if group.nvswitch else 'in pairs by NVLink'}", style.NVLINK)
         for link in group.inside:
-            self.write(*_link_line(link))
+            self.write(*_link_line(link, rate_text))
         for rule in group.rules:
             if not rule.kept:
                 self.write(rule.text.partition(";")[0], style.AMBER)
@@ -109,7 +110,7 @@ class _Page:
         self.width = max(self.width, len(racks) * width + style.PAD)
         self.write_more(len(leaves), "racks")
         for link in view.between[:MAX_ITEMS]:
-            self.write(*_link_line(link))
+            self.write(*_link_line(link, bit_rate_text))
 
     def _depth(self, switch: SwitchView) -> int:
         return 1 + max((self._depth(self.switches[name]) for name in switch.switches), default=0)
@@ -126,7 +127,7 @@ class _Page:
             to_x, to_y = self.upper_edges[lower.name]
             colour = style.AMBER if lower.oversubscription > 1 else style.GREY
             self.axes.plot([x, to_x], [y - 0.32, to_y], color=colour, lw=2, zorder=0)
-            rate = format_rate(lower.uplink_bytes_per_second, digits=3) if lower.uplink_bytes_per_second else ""
+            rate = bit_rate_text(lower.uplink_bytes_per_second) if lower.uplink_bytes_per_second else ""
             label = f"{rate}\n{lower.oversubscription:g}:1" if lower.oversubscription > 1 else rate
             self._text(x + (to_x - x) * 0.62, y - 0.32 + (to_y - y + 0.32) * 0.62, label.strip(), colour, style.PAPER)
         name = style.truncated_label(switch.name, 1.6)
@@ -146,11 +147,11 @@ class _Page:
         self.axes.text(x, y, text, size=8.5, weight="bold", color=ink, ha="center", va="center", bbox=box)
 
 
-def _link_line(link: LinkView) -> tuple[str, str]:
+def _link_line(link: LinkView, text_of: Callable[[float], str]) -> tuple[str, str]:
     """Describe a class of links; return the text and its colour."""
-    rate = format_rate(link.bandwidth_bytes_per_second, digits=3)
+    rate = text_of(link.bandwidth_bytes_per_second)
     text = f"{link.name}:  {link.text}  {rate} {'measured' if link.origin == 'measured' else 'usable'}"
     if link.oversubscription > 1 and link.shared_bytes_per_second:
-        shared = format_rate(link.shared_bytes_per_second, digits=3)
+        shared = text_of(link.shared_bytes_per_second)
         text += f", {shared} a host when all send ({link.oversubscription:g}:1)"
     return text, style.GREEN if link.origin == "measured" else style.INK

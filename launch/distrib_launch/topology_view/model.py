@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -20,6 +21,9 @@ from distrib.units import format_size
 from distrib.utils.ranges import ranges
 
 Origin = Literal["measured", "catalogued"]
+
+SIMILAR_FRACTION = 0.8
+"""Bandwidth of the slowest link of a line against the fastest one: measurements of equal links vary less."""
 
 
 class LinkView(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +46,8 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     oversubscription: float = 1.0
     shared_bytes_per_second: float | None = None
     """Share of one host while all hosts send through their oversubscribed switches."""
+    slow: bool = False
+    """True for measured links that are slower than others between hosts of the same kinds."""
 
 
 class NicView(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,7 +291,7 @@ def _inside(group: NodeGroup, topology: Topology, names: Sequence[str]) -> tuple
 
 
 def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
-    """Return the classes of links between hosts, by the kinds of the hosts and the switches above them."""
+    """Return the classes of links between hosts, by the kinds of the hosts, the switches above them and the measured speed."""
     classes: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     numbers = {id(group): number for number, group in enumerate(topology.nodes)}
     for name in names:
@@ -305,7 +311,7 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
             if not pairs:
                 others = [name for name in classes[second] if name != classes[first][0]]
                 pairs = [(classes[first][0], others[0])] if others else []
-            ways = [(way, f"{a} to {b}") for a, b in pairs if (way := link_between(topology, a, b))]
+            ways = [(way, (a, b)) for a, b in pairs if (way := link_between(topology, a, b))]
             if not ways:
                 continue
             sides = (classes[first], classes[second])
@@ -314,8 +320,44 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
                 if first == second
                 else f"{shown_hosts(sides[0])} and {shown_hosts(sides[1])}"
             )
-            found.append(_link(label, ways, most=_uplink(topology, *pairs[0])))
+            speeds = _by_speed(ways)
+            for number, members in enumerate(speeds):
+                name = label if len(speeds) == 1 else _link_ends([ends for _, ends in members])
+                named = [(way, " to ".join(ends)) for way, ends in members]
+                found.append(_link(name, named, most=_uplink(topology, *pairs[0]), slow=number > 0))
     return tuple(found)
+
+
+def _by_speed(ways: Sequence[tuple[Link, tuple[str, str]]]) -> list[list[tuple[Link, tuple[str, str]]]]:
+    """Group measured links of similar bandwidth, the fastest first; one group if none was measured."""
+    measured = [(way, ends) for way, ends in ways if way.origin == "measured"]
+    groups: list[list[tuple[Link, tuple[str, str]]]] = [] if measured else [list(ways)]
+    for way, ends in sorted(measured, key=lambda item: -item[0].bandwidth_bytes_per_second):
+        if (
+            not groups
+            or way.bandwidth_bytes_per_second < SIMILAR_FRACTION * groups[-1][0][0].bandwidth_bytes_per_second
+        ):
+            groups.append([])
+        groups[-1].append((way, ends))
+    return groups
+
+
+def _link_ends(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return the hosts of some links: `among n[1-4]`, or `n3 and n[1-2]` if all links have an end at n3."""
+    hosts = sorted({host for pair in pairs for host in pair})
+    common: list[str] = []  # the fewest hosts with an end of every link, by a greedy choice
+    left = list(pairs)
+    while left:
+        counts = Counter(host for pair in left for host in pair)
+        common.append(max(hosts, key=lambda host: counts[host]))
+        left = [pair for pair in left if common[-1] not in pair]
+    rest = [host for host in hosts if host not in common]
+    if 2 * len(common) > len(hosts) or len(set(pairs)) == len(hosts) * (len(hosts) - 1):
+        return f"among {shown_hosts(hosts)}"
+    for first, second in ((common, rest), (rest, common)):
+        if {source for source, _ in pairs} <= set(first):
+            return f"{shown_hosts(first)} to {shown_hosts(second)}"
+    return f"{shown_hosts(common)} and {shown_hosts(rest)}"
 
 
 def _uplink(topology: Topology, one: str, other: str) -> float:
@@ -324,7 +366,7 @@ def _uplink(topology: Topology, one: str, other: str) -> float:
     return min((uplink_rate(topology, switch) for switch in passed), default=math.inf)
 
 
-def _link(label: str, ways: Sequence[tuple[Link, str]], *, most: float = math.inf) -> LinkView:
+def _link(label: str, ways: Sequence[tuple[Link, str]], *, most: float = math.inf, slow: bool = False) -> LinkView:
     """Return a class of links; `most` limits the bandwidth of links that were not measured."""
     measured = [(way, name) for way, name in ways if way.origin == "measured"]
     chosen = measured or list(ways)
@@ -354,6 +396,7 @@ def _link(label: str, ways: Sequence[tuple[Link, str]], *, most: float = math.in
         links=len(chosen),
         oversubscription=max((way.oversubscription for way in between), default=1.0),
         shared_bytes_per_second=min((way.shared_bandwidth_bytes_per_second for way in between), default=None),
+        slow=slow,
     )
 
 

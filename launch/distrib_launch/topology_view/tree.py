@@ -9,7 +9,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from distrib.cluster.hardware_catalog import gpu_hint
-from distrib.units import format_duration, format_size, rate_text
+from distrib.units import bit_rate_text, format_duration, format_size, rate_text
 from distrib.utils.ranges import ranges
 from distrib_launch.topology_view.model import GroupView, LinkView, NicView, SwitchView, View
 
@@ -97,19 +97,14 @@ def _add_network(root: Tree, view: View) -> None:
         if switch.top:
             _add_switch(branch, switch, by_name)
     for link in view.between:
-        twig = branch.add(_link_line(link, ""))
+        twig = branch.add(_link_line(link, between_hosts=True))
         if link.oversubscription > 1 and link.shared_bytes_per_second:
-            left = rate_text(link.shared_bytes_per_second)
+            left = bit_rate_text(link.shared_bytes_per_second)
             twig.add(_text((f"{link.oversubscription:g}:1 oversubscribed: {left} a host when all send", "yellow")))
-        if link.slowest and link.slowest_bytes_per_second and link.fastest_bytes_per_second:
-            is_slow = link.slowest_bytes_per_second < 0.8 * link.fastest_bytes_per_second  # probes vary less
-            text = f"slowest of {link.links}: {link.slowest}, {rate_text(link.slowest_bytes_per_second)}"
-            text += f"; fastest {rate_text(link.fastest_bytes_per_second)}" if is_slow else ""
-            twig.add(_text((f"SLOW: {text}", "bold yellow") if is_slow else (text, "dim")))
 
 
 def _add_switch(branch: Tree, switch: SwitchView, by_name: dict[str, SwitchView]) -> None:
-    up = f", {rate_text(switch.uplink_bytes_per_second)} up" if switch.uplink_bytes_per_second else ""
+    up = f", {bit_rate_text(switch.uplink_bytes_per_second)} up" if switch.uplink_bytes_per_second else ""
     up += f", {switch.oversubscription:g}:1 oversubscribed" if switch.oversubscription > 1 else ""
     twig = branch.add(_text((switch.name, "bold"), (f": {switch.hosts}" if switch.names else "", ""), (up, "yellow")))
     for name in switch.switches:
@@ -139,23 +134,33 @@ def _gpu_line(group: GroupView) -> Text:
 def _nic_line(nic: NicView) -> Text:
     head = f"{nic.count} x {nic.text}" if nic.count > 1 else nic.text
     kind = "" if nic.kind == "Ethernet" and nic.text.endswith("bE") else f" {nic.kind}"
-    facts = [f"{rate_text(nic.rate_bytes_per_second)}{' each' if nic.count > 1 else ''}"]
+    rate = _unnamed_rate(nic)
+    facts = [f"{rate} each" if nic.count > 1 else rate] if rate else []
     if nic.gpudirect is not None:
         facts.append("GPUDirect RDMA" if nic.gpudirect else "no GPUDirect RDMA")
     facts += [f"near GPU {ranges(nic.gpus)}"] if nic.gpus else []
     facts += [nic.pcie] if nic.pcie else []
-    return _text((f"{nic.names}: ", ""), (head + kind, "bold"), (f", {', '.join(facts)}", ""))
+    return _text((f"{nic.names}: ", ""), (head + kind, "bold"), ("".join(f", {fact}" for fact in facts), ""))
 
 
-def _link_line(link: LinkView, how: str) -> Text:
-    rate = link.rate_bytes_per_second
-    nominal = f", {rate_text(rate)}" if rate else ""
+def _unnamed_rate(link: NicView | LinkView) -> str:
+    """Return the nominal rate in bits, empty if it is unknown or in the text, as in `100Gb/s` and `25GbE`."""
+    rate = bit_rate_text(link.rate_bytes_per_second) if link.rate_bytes_per_second else ""
+    return rate if rate.partition(" ")[0] not in link.text else ""
+
+
+def _link_line(link: LinkView, how: str = "", *, between_hosts: bool = False) -> Text:
+    nominal = rate_text(link.rate_bytes_per_second) if link.rate_bytes_per_second else ""
+    if between_hosts:
+        nominal = _unnamed_rate(link)
+    nominal = f", {nominal}" if nominal else ""
     name = f" {link.text}" if link.text and link.text != "memory" else ""
     delay = f", {format_duration(link.latency_seconds, digits=2)}" if link.latency_seconds else ""
-    found = f"{rate_text(link.bandwidth_bytes_per_second)}"
+    found = (bit_rate_text if between_hosts else rate_text)(link.bandwidth_bytes_per_second)
     many = f" (median of {link.links})" if link.origin == "measured" and link.links > 1 else ""
     got = (f"{found}{delay} measured{many}", "green") if link.origin == "measured" else (f"{found} usable{delay}", "")
-    return _text((f"{link.name}:", ""), (f"{name}{how}", "bold"), (f"{nominal}, " if name else " ", ""), got)
+    slow = (", SLOW" if link.slow else "", "bold yellow")
+    return _text((f"{link.name}:", ""), (f"{name}{how}", "bold"), (f"{nominal}, " if name else " ", ""), got, slow)
 
 
 def _s(count: int) -> str:

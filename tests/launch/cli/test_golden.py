@@ -109,9 +109,11 @@ def test_output_without_hosts(tmp_path, matches, name, command):
 
 def test_output_of_refusals(tmp_path, matches):
     (tmp_path / "train.py").touch()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/train_cnn.py").touch()
     (tmp_path / "hosts.txt").write_text("n1 slots=2\nn1 slot=3\n")
     commands = [
-        "--epochs 3 train.py", "train.p", "--bucket 25 train.py", "-np 99999 train.py", "-np 0 train.py",
+        "--epochs 3 train.py", "train.p", "exmples/train_cnn.py", "--bucket 25 train.py", "-np 99999 train.py", "-np 0 train.py",
         "-H a:x train.py", "-H hosts.txt train.py", "-H missing.txt train.py",
     ]  # fmt: skip
     matches(

@@ -44,7 +44,7 @@ def test_a_table_says_how_far_it_scales_and_what_caps_it():
     head = next(number for number, line in enumerate(lines) if line.startswith("hosts  ranks"))
     rows = lines[head + 1 : head + 6]
     assert [line.split()[:2] for line in rows] == [["1", "2"], ["2", "4"], ["4", "8"], ["8", "16"], ["9", "18"]]
-    assert "node1-node2, 10 GbE, 1.14 GB/s" in rows[1]
+    assert "node1-node2, 10 GbE, 9.1 Gb/s" in rows[1]
     assert max(map(len, lines)) <= 100
     assert "it fits" in done.stdout and "expected error of a step: " in done.stdout
     assert " scaled from " in " ".join(done.stdout.split())  # the A6000's time is scaled from another GPU
@@ -116,7 +116,7 @@ def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
 
 def test_what_the_network_must_carry_is_not_compared_with_a_link_inside_a_host():
     done = plan("--workload", "GPT-2", "-H", EXAMPLES / "h100-ndr.txt")
-    assert re.search(r"^90% on 8 hosts needs [\d.]+ GB/s a host \(reached\)$", done.stdout, re.M), done.stdout
+    assert re.search(r"^90% on 8 hosts needs [\d.]+ Gb/s a host \(reached\)$", done.stdout, re.M), done.stdout
     assert "NVLink4" in done.stdout  # NVLink is the bottleneck
 
 
@@ -386,7 +386,7 @@ def warning_in(text: str) -> str:
 def test_a_job_that_the_network_will_limit_is_warned_of():
     warning = warning_in(dry("--workload", "ResNet-50").stdout)
     assert "on 4 hosts x 2 ranks" in warning
-    assert "link node1-node2, 10 GbE, 1.14 GB/s; 90% needs " in warning and "\n  --gradients" in warning
+    assert "link node1-node2, 10 GbE, 9.1 Gb/s; 90% needs " in warning and "\n  --gradients" in warning
     for quiet in (dry(), dry("--workload", "ResNet-50", "--warn-below", "0"), dry("--workload", "none")):
         assert quiet.returncode == 0 and "warning" not in quiet.stdout
     assert dry("--workload", "ResNet-50", "--warn-below", "x").returncode == 2

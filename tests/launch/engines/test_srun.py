@@ -15,6 +15,7 @@ from distrib_launch import engines
 from distrib_launch import runner as job
 from distrib_launch.arguments import launch_arguments
 from distrib_launch.engines import srun
+from distrib_launch.engines.engine import AGENT
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent.affinity import count_gpus
 from distrib_launch.rank_agent.control_channel import connect_to_launcher
@@ -96,7 +97,7 @@ def test_pmix_is_used_if_slurm_has_it(launch, tmp_path, words, kind):
     (tmp_path / "srun").write_text(f"#!/bin/sh\necho {shlex.quote(words)} >&2\n")
     (tmp_path / "srun").chmod(0o755)
     run = launch(
-        "--engine", "srun", "-H", "a:2,b:1", "--dry-run", JOB, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        "--engine", "srun", "-H", "a:2,b:1", "--dry-run", "-v", JOB, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     )
     assert run.code == 0, run
     assert f"--mpi={kind} " in run.out
@@ -108,7 +109,7 @@ def test_gpus_that_slurm_binds_to_tasks_are_shown_to_all_ranks_of_a_host(launch,
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    words = ("--engine", "srun", "-H", "a:2", "--dry-run", JOB)
+    words = ("--engine", "srun", "-H", "a:2", "--dry-run", "-v", JOB)
     assert "--gpu-bind" not in launch(*words, env=env).out
     assert "--gpu-bind=none " in launch(*words, env={**env, "SLURM_GPUS_PER_TASK": "1"}).out
 
@@ -129,13 +130,13 @@ def test_gpus_are_requested_if_all_hosts_have_them_in_slurm(launch, tmp_path, kn
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    run = launch("--engine", "srun", "-H", "a:3,b:1", *words, "--dry-run", JOB, env=env)
+    run = launch("--engine", "srun", "-H", "a:3,b:1", *words, "--dry-run", "-v", JOB, env=env)
     assert run.code == 0, run
     assert re.findall(r"--gres=gpu:(\d+) ", run.out) == ([str(gpus)] if gpus else [])
     assert (f"{gpus} GPU(s) are requested on each host" in run.out) == bool(gpus)
     assert (
         "--gres"
-        not in launch("--engine", "srun", "-H", "a:3,b:1", "--dry-run", JOB, env={**env, "SLURM_GPUS": "4"}).out
+        not in launch("--engine", "srun", "-H", "a:3,b:1", "--dry-run", "-v", JOB, env={**env, "SLURM_GPUS": "4"}).out
     )
 
 
@@ -144,7 +145,7 @@ def test_slurm_signals_a_job_early_enough_for_the_grace(launch, tmp_path, grace,
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     run = launch(
-        *("--engine", "srun", "-H", "a:2", "--grace", grace, "--dry-run", JOB),
+        *("--engine", "srun", "-H", "a:2", "--grace", grace, "--dry-run", "-v", JOB),
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )
     assert f" --signal=TERM@{before} " in run.out, run
@@ -161,8 +162,8 @@ def test_hosts_with_their_own_interpreter_get_a_program_file(launch, tmp_path):
     assert plan.command[-2:] == ("--multi-prog", f"{plan.run_dir}/srun-programs.txt")
     here = plan.script[0]
     assert (tmp_path / "srun-programs.txt").read_text().splitlines() == [
-        f"0 {here} -m distrib_launch.rank_agent", f"1 {here} -m distrib_launch.rank_agent", "2 /opt/b/bin/python -m distrib_launch.rank_agent",
-    ]  # fmt: skip
+        f"{rank} {python} {shlex.join(AGENT)}" for rank, python in enumerate((here, here, "/opt/b/bin/python"))
+    ]
     assert (tmp_path / "srun-hosts.txt").read_text() == "a\na\nb\n"
 
 

@@ -61,13 +61,18 @@ def test_failures_of_ssh_are_told_apart(words, reason, fix):
         (127, "bash: line 1: /opt/python: No such file or directory", "cannot run /opt/python there"),
         (126, "sh: 1: /opt/python: Permission denied", "cannot run /opt/python there"),
         (1, "/opt/python: Command not found.", "cannot run /opt/python there"),
+        (
+            1,
+            "Fatal Python error: init_fs_encoding: no codec\nPython runtime state: core initialized\n\n<no Python frame>",
+            "Fatal Python error: init_fs_encoding: no codec (PYTHONHOME set there)",
+        ),
         (1, "SyntaxError: future feature annotations is not defined", "too old"),
         (1, "This account is currently not available.", "This account is currently not available."),
     ],
 )
 def test_failures_of_the_interpreter_are_told_apart(code, words, reason):
     target = HostQuery(name="n2", python="/opt/python", is_local=False, question=InventoryQuery())
-    check = explain_failure(target, code, words)
+    check = explain_failure(target, code, words, "PYTHONHOME=/nope")
     assert (check.check, check.status) == ("python", "error")
     assert reason in check.reason
 

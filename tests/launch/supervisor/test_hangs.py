@@ -15,6 +15,7 @@ import pytest
 
 from distrib_launch.rank_agent.stack_dump import with_state
 from distrib_launch.supervisor import hang_detector, hang_report
+from distrib_launch.supervisor.attempts import CompletedAttempt
 from tests.conftest import LAUNCH, ROOT, SCRIPTS
 
 GLOO = SCRIPTS / "gloo.py"
@@ -108,9 +109,36 @@ def test_a_job_whose_ranks_wait_for_a_closed_rank_continues(monkeypatch):
     """The report comes once, after ten seconds; without a hang timeout the job does not end."""
     job = Detected(monkeypatch, None, closing=True)
     assert job.run(14, IN_ALL_REDUCE, CLOSING) is None
-    assert "no progress for 10 s: rank 1 on n1 is in job.close" in job.said[0] and "job continues" in job.said[1]
+    assert "no progress for 10 s: rank 1 on n1 is in job.close" in job.said[0] and "job continues" in job.said[0]
     job.detector.on_progress()
-    assert job.run(100, IN_ALL_REDUCE, CLOSING) is None and len(job.said) == 2
+    assert job.run(100, IN_ALL_REDUCE, CLOSING) is None and len(job.said) == 1
+
+
+def test_a_hang_that_ends_the_job_is_reported_once_with_a_remedy(monkeypatch):
+    job = Detected(monkeypatch, 5.0, closing=False)
+    job.detector.on_progress()
+    failure = job.run(9, IN_ALL_REDUCE, IN_LOADER)
+    (report,) = job.said
+    assert report.startswith(f"error: {failure.message}\n") and "every rank make the same collective calls" in report
+    ended = CompletedAttempt(None, types.SimpleNamespace(first_failure=failure), [], 0.0, stepped=True)
+    ended.report_failure(types.SimpleNamespace(say=job.said.append))
+    assert job.said == [report]
+
+
+@pytest.mark.parametrize(
+    ("calls", "named"),
+    [
+        ([("JobCollectives.all_reduce", "/w/distrib/training/collectives.py"), ("Job.barrier", "/w/distrib/training/job.py")], "job.barrier"),
+        ([("Job.all_reduce", "/w/distrib/training/job.py")], "job.all_reduce"),
+        ([("broadcast_object_list", f"{TORCH}/distributed/distributed_c10d.py")], "broadcast_object_list"),
+        ([("barrier", f"{TORCH}/distributed/distributed_c10d.py")], "barrier"),
+        ([], "all_reduce"),
+    ],
+)  # fmt: skip
+def test_a_collective_is_named_as_the_script_calls_it(calls, named):
+    outer = frames(*((name, file, 5) for name, file in calls))
+    waits = stack(0, (*IN_ALL_REDUCE[:2], *outer, IN_ALL_REDUCE[2]))
+    assert hang_report.place_of(waits).what == named
 
 
 def test_a_job_without_output_has_a_minute_to_start(monkeypatch):

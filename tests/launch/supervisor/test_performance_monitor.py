@@ -80,7 +80,7 @@ def test_a_job_that_does_as_predicted_is_left_alone(plan):
 def test_the_wire_that_holds_a_job_is_named(plan):
     said, _ = hear(plan, step=0.3, links=RING)
     assert len(said) == 2 and said[0].startswith("network-bound: 30% scaling efficiency (predicted 90%), ")
-    assert "step 300 ms, 210 ms of it waiting for gradients\n  slowest link: n1-n2, 1.1 GB/s" in said[0]
+    assert "step 300 ms, 210 ms of it waiting for gradients\n  slowest link: n1-n2, 8.8 Gb/s" in said[0]
     assert not hear(replace(plan, warn_below=0.0), step=0.11, links=RING)[0]
 
 
@@ -128,16 +128,16 @@ def test_without_a_forecast_the_wire_is_warned_of_and_nothing_else(plan):
 
 def test_the_slow_link_is_named(plan):
     said, _ = hear(plan, step=0.3, links={**RING, ("n2", "n3"): 0.1e9})
-    assert "a step takes 300 ms, predicted 100 ms\n  link n2-n3 carries 100 MB/s while the others carry more" in said[1]
+    assert "a step takes 300 ms, predicted 100 ms\n  link n2-n3 carries 800 Mb/s while the others carry more" in said[1]
 
 
 def test_a_host_all_of_whose_links_are_slow_is_named(plan):
     links = {("n1", "n2"): 1e9, ("n2", "n1"): 1e9, ("n1", "n3"): 0.1e9, ("n3", "n2"): 0.12e9, ("n2", "n4"): 1e9}
     said, _ = hear(plan, step=0.3, links=links)
-    assert "the links of n3 (n1-n3, n3-n2) carry 100 MB/s" in said[1]
+    assert "the links of n3 (n1-n3, n3-n2) carry 800 Mb/s" in said[1]
     others = {("n1", "n4"): 1e9, ("n1", "n5"): 1e9, ("n2", "n1"): 0.6e9}  # the last is a little slow, as on a busy host
     said, _ = hear(plan, step=0.3, links={**links, **others})
-    assert "the links of n3 (n1-n3, n3-n2) carry 100 MB/s" in said[1]
+    assert "the links of n3 (n1-n3, n3-n2) carry 800 Mb/s" in said[1]
 
 
 def test_a_rank_that_computes_slowly_is_named(plan):
