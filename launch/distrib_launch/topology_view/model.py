@@ -22,9 +22,6 @@ from distrib.utils.ranges import ranges
 
 Origin = Literal["measured", "catalogued"]
 
-SIMILAR_FRACTION = 0.8
-"""Bandwidth of the slowest link of a line against the fastest one: measurements of equal links vary less."""
-
 
 class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """Class of links: links of the same kind between ends of the same kind. Bandwidths are those of one link in one direction.
