@@ -329,11 +329,9 @@ def _by_speed(ways: Sequence[tuple[Link, tuple[str, str]]]) -> list[list[tuple[L
     """Group measured links of similar bandwidth, the fastest first; one group if none was measured."""
     measured = [(way, ends) for way, ends in ways if way.origin == "measured"]
     groups: list[list[tuple[Link, tuple[str, str]]]] = [] if measured else [list(ways)]
+    # Measurements of equal links vary by less than a fifth.
     for way, ends in sorted(measured, key=lambda item: -item[0].bandwidth_bytes_per_second):
-        if (
-            not groups
-            or way.bandwidth_bytes_per_second < SIMILAR_FRACTION * groups[-1][0][0].bandwidth_bytes_per_second
-        ):
+        if not groups or way.bandwidth_bytes_per_second < 0.8 * groups[-1][0][0].bandwidth_bytes_per_second:
             groups.append([])
         groups[-1].append((way, ends))
     return groups
