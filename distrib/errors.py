@@ -124,6 +124,9 @@ ERROR_CODES: Mapping[str, Mapping[str, str]] = {
 }
 """Codes of all errors and failures by subject, with their meaning."""
 
+SECONDARY_CODES = ("peer-exited", "server-unreachable", "error-on-other-rank")
+"""Codes of errors that follow from the failure of another rank or of a server."""
+
 
 class DistribError(Exception):
     """An error that the user can fix. `str()` is one line: the problem and the hint."""
@@ -133,6 +136,8 @@ class DistribError(Exception):
     """Kind of the error; one of `ERROR_CODES`."""
     closing_line = ""
     """Last line of a run that it ended, which a command prints after the error."""
+    secondary = False
+    """True on a rank that reports a failure of another rank or of a server."""
 
     def __init__(self, what: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(what)
@@ -140,6 +145,7 @@ class DistribError(Exception):
         self.hint = hint
         if code:
             self.code = code
+        self.secondary = self.code in SECONDARY_CODES
 
     def __str__(self) -> str:
         return f"{self.what}; {self.hint}" if self.hint else self.what

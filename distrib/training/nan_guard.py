@@ -162,22 +162,25 @@ class NanGuard:
         first, *others = [parameter for parameter, norm in norms if not math.isfinite(norm)]
         name = self._names.get(first) or f"a parameter {list(first.shape)}"
         more = f" (and of {len(others)} more)" if others else ""
-        ranks = self._find_ranks(seen.witnesses, alone=alone)
-        return TrainingError(
+        ranks, is_elsewhere = self._find_ranks(seen.witnesses, alone=alone)
+        error = TrainingError(
             f"step {seen.step}: the gradient of {name}{more} is nan or infinite{ranks}",
             hint="look at that batch, at the learning rate and the loss; prepare(..., on_nan='skip') leaves such steps out",
             code="gradient-not-finite",
         )
+        error.secondary = is_elsewhere
+        return error
 
-    def _find_ranks(self, witnesses: Sequence[torch.Tensor], *, alone: bool) -> str:
-        """Name the ranks whose local gradients are not finite. Collective, unless `alone`."""
+    def _find_ranks(self, witnesses: Sequence[torch.Tensor], *, alone: bool) -> tuple[str, bool]:
+        """Name the ranks whose local gradients are not finite; True if they are others. Collective, unless `alone`."""
         mine = not all(bool(_real_values(gradient).isfinite().all()) for gradient in witnesses)
         if alone or not self._averaged:
-            return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._averaged) else ""
+            is_known = dist.is_initialized() and (mine or not self._averaged)
+            return f" on rank {dist.get_rank()}" if is_known else "", False
         ranks = [str(rank) for rank, has_some in enumerate(gather_objects(mine)) if has_some]
         if not ranks:
-            return ", on an unknown rank" if witnesses else ""
-        return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}"
+            return ", on an unknown rank" if witnesses else "", False
+        return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}", not mine
 
 
 def _real_values(gradient: torch.Tensor) -> torch.Tensor:

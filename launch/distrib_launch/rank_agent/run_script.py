@@ -103,9 +103,9 @@ def _headline(error: BaseException) -> str:
 
 
 def _is_secondary(error: BaseException | None) -> bool:
-    """Return True if the error, or one that it follows from, is distrib's report that another rank or a server has ended."""
+    """Return True if the error, or one that it follows from, is distrib's report that another rank or a server failed."""
     while error is not None:
-        if getattr(error, "code", "") in ("peer-exited", "server-unreachable"):
+        if getattr(error, "secondary", False) is True:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -19,7 +19,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     traceback: str
     secondary: bool = False
-    """True if the rank reported that it failed because another rank or a server had ended."""
+    """True if the rank reported that it failed because of another rank or a server."""
     own_traceback: str = ""
     """Traceback of an error of distrib without the frames of libraries; empty for other errors."""
 

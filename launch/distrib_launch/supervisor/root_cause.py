@@ -345,7 +345,7 @@ def _fate(one: RankExit, failure: Failure) -> str:
     if one.stopped_by:
         # A rank that the launcher stops may have failed by the same error, such as a module that is missing on all hosts.
         return SAME_ERROR if one.exit_code and has_same_error else "were stopped"
-    if one.consequence:
+    if one.consequence and not has_same_error:
         return "timed out, too" if NCCL_TIMEOUT in failure.message.lower() else "lost the connection to it"
     if has_same_error:
         return SAME_ERROR

@@ -41,6 +41,25 @@ def test_the_first_failure_is_named_and_ends_the_job(launch, orders, code, rank,
     assert run.seconds < 50
 
 
+NAN = """
+import distrib, torch
+job = distrib.init()
+model = torch.nn.Linear(1, 1)
+model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-4))
+for step in range(3):
+    (model(torch.ones(1, 1)) * (float("nan") if job.rank == 1 and step else 1.0)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.forked
+def test_the_rank_with_the_nan_failed_first_though_all_ranks_report_it(launch, tmp_path):
+    (tmp_path / "nan.py").write_text(NAN)
+    run = launch("-np", "3", tmp_path / "nan.py", timeout=150)
+    assert run.code == 1 and "rank 1 on localhost failed first: " in run.err and "ranks 0,2: failed too" in run.err, run
+    assert run.result["first_failure"]["rank"] == 1
+
+
 def test_a_killed_rank_is_the_first_failure_and_not_the_engine_that_ended_with_it(tmp_path):
     process = start_job(tmp_path / "run", "-np", "2", str(JOB), "*:sleep=60")
     task = psutil.Process(rank_process()).parent()
