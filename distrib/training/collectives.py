@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -156,7 +157,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 # The store of the rendezvous
 
 
-def publish(topic: str, rank: int, text: str) -> None:
+def publish(topic: str, rank: int, text: str | bytes) -> None:
     """Write a text of one rank into the rendezvous store, without waiting for other ranks.
 
     Nothing is written if rank 0, which has the store, has exited.
@@ -164,11 +165,11 @@ def publish(topic: str, rank: int, text: str) -> None:
     Args:
         topic: The name under which all ranks publish.
         rank: The rank that publishes.
-        text: The text.
+        text: The text, at most 8 MB.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         store, key = _get_default_store(), _key(topic, rank)
-        store.set(key, text)
+        store.set(key, text)  # type: ignore[arg-type]  # bytes are allowed
         store.check([key])  # waits until the store has the text, which set() does not
 
 
@@ -188,6 +189,37 @@ def collect_if_complete(topic: str, ranks: Iterable[int]) -> list[str]:
         if store.check(keys):
             return [store.get(key).decode() for key in keys]
     return []
+
+
+def collect(topic: str, ranks: Iterable[int], seconds: float) -> list[bytes | None]:
+    """Read what ranks have published, and wait for missing ones.
+
+    Args:
+        topic: The name under which all ranks publish.
+        ranks: The ranks to read.
+        seconds: Longest wait.
+
+    Returns:
+        The text of each rank, in the order of `ranks`; None for ranks that did not publish in time.
+    """
+    keys = [_key(topic, rank) for rank in ranks]
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = _get_default_store()
+        with contextlib.suppress(RuntimeError):  # the wait was too short
+            store.wait(keys, timedelta(seconds=seconds))
+        return [store.get(key) if store.check([key]) else None for key in keys]
+    return [None for _ in keys]
+
+
+def discard(topic: str, rank: int) -> None:
+    """Remove the text of one rank from the store, if it is there.
+
+    Args:
+        topic: The name under which it was published.
+        rank: The rank that published it.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):
+        _get_default_store().delete_key(_key(topic, rank))
 
 
 def _key(topic: str, rank: int) -> str:
@@ -246,6 +278,20 @@ class JobCollectives:
         elif wider:
             result = result.to(value.dtype)
         return result
+
+    def gather(self, own: bytes) -> list[bytes | None]:
+        """Gather the bytes of every rank. Collective.
+
+        Args:
+            own: This rank's bytes.
+
+        Returns:
+            The bytes by rank; None for ranks of mode async that are not there.
+        """
+        if self._elastic:
+            present = self._elastic.gather(own)
+            return [present.get(rank) for rank in range(self._world.size)]
+        return [*gather_objects(own)] if self._world.size > 1 else [own]
 
     def from_main(self, work: Callable[[], T]) -> T:
         """Run a function on the main rank and broadcast its result. Collective.

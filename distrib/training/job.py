@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from distrib.training.world import find_device, find_world, planned_world, refus
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+FilePath: TypeAlias = str | os.PathLike[str]
 T = TypeVar("T")
 
 current_job: Job | None = None
@@ -292,8 +293,11 @@ class Job(RankOutput):
         """
         return self._open().collectives.all_reduce(value, op)
 
-    def save(self, path: str | os.PathLike[str], /, *, keep: int = 1, **objects: Any) -> None:
-        """Write a checkpoint on the main rank. Other ranks continue without waiting.
+    def save(self, path: FilePath, /, *, keep: int = 1, per_rank: dict[str, Any] | None = None, **objects: Any) -> None:
+        """Write a checkpoint on the main rank. Other ranks continue without waiting. Call it on every rank.
+
+        With an optimizer, loader or schedule, the checkpoint also has the states of every rank's random number generators: torch's, its
+        GPU's, NumPy's and Python's. In mode async it has them of a single rank only.
 
         The file is replaced atomically. With `--max-restarts`, one rank of each host with its own file system writes a copy. Models are
         saved without their wrapper, so any number of ranks can restore them.
@@ -301,6 +305,7 @@ class Job(RankOutput):
         Args:
             path: The file. Missing folders are created.
             keep: Number of checkpoints to keep, with this one. Older ones are named `path`.1, `path`.2 and so on.
+            per_rank: Objects and values that differ between ranks, by name. Collective if it is given.
             objects: Objects with a `state_dict`, and plain values, by name.
 
         Raises:
@@ -309,20 +314,24 @@ class Job(RankOutput):
         Example:
             job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
         """
-        self._open().save(path, objects, keep=keep)
+        self._open().save(path, objects, per_rank, keep=keep)
 
-    def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
+    def restore(self, path: FilePath, /, *, per_rank: dict[str, Any] | None = None, **objects: Any) -> dict[str, Any]:
         """Load a checkpoint that `save` wrote. Collective.
 
         Rank 0 reads the file and broadcasts it. With `--max-restarts`, a rank of the host with the newest file reads it. If it is
         damaged, a warning names it, and the next older one or the copy of another host is restored.
 
+        On as many ranks as saved it, each rank gets its own `per_rank` back. With an optimizer, loader or schedule, its random number
+        generators continue, too.
+
         Args:
             path: The file. If it does not exist, rank 0 logs that and nothing is restored.
+            per_rank: Objects to load and defaults of this rank alone, by name.
             objects: Objects to load, and defaults of plain values, by the names given to `save`.
 
         Returns:
-            The plain values by name. Tensors that were on a GPU are on `device`, others on the CPU.
+            The plain values by name; those of this rank under `per_rank`. Tensors that were on a GPU are on `device`, others on the CPU.
 
         Raises:
             TrainingError: No file is a valid checkpoint, or the newest one does not match the objects.
@@ -331,9 +340,9 @@ class Job(RankOutput):
         Example:
             epoch = job.restore("last.pt", model=model, optimizer=optimizer, epoch=0)["epoch"]
         """
-        return self._open().checkpoints.restore(path, objects)
+        return self._open().checkpoints.restore(path, objects, per_rank)
 
-    def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = 5, steps: int = 20) -> None:
+    def profile(self, path: FilePath, /, *, warmup_steps: int = 5, steps: int = 20) -> None:
         """Measure the next steps and write a workload for `distrib-topo plan`. Call it before `prepare`, in a job of one rank.
 
         Args:

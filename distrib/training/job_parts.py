@@ -39,13 +39,13 @@ class JobParts:
         self.elastic = strategy if isinstance(strategy, ElasticStrategy) else None
         self.run = Run.from_environment(os.environ)
         self.collectives = JobCollectives(world, self.elastic)
-        self.checkpoints = Checkpoints(self.run, strategy, self.collectives, elastic=bool(self.elastic))
         self.status = StatusPipe.from_environment()
         self.profiles = JobProfiler(strategy.device, os.environ, alone=world.size == 1)
         self.last_step = LastStep()
         batch = BatchSamples(own=1, all=world.size)
         state = self.state = TrainingState(strategy=strategy, batch=batch, accumulate=strategy.settings.accumulate)
         state.samples = 1, world.size
+        self.checkpoints = Checkpoints(self.run, state, self.collectives)
         usage = UsageChecks(state)
         loaders = JobLoaders(state, self.collectives, usage)
         divergence = None
@@ -91,17 +91,20 @@ class JobParts:
             self.collectives.all_reduce(0.0, "sum")  # includes the steps of all other ranks
             self.state.synchronize()
 
-    def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, keep: int) -> None:
+    def save(
+        self, path: str | os.PathLike[str], objects: dict[str, Any], per_rank: dict[str, Any] | None, *, keep: int
+    ) -> None:
         """Check the last gradients, and write a checkpoint; see `Job.save`.
 
         Args:
             path: The file.
             objects: Objects with a `state_dict`, and plain values, by name.
+            per_rank: The same of this rank alone.
             keep: Number of checkpoints to keep, with this one.
         """
         for stepper in self.state.steppers:
             stepper.check_last_step(alone=True)
-        self.checkpoints.save(path, objects, keep=keep, is_main=self.is_main)
+        self.checkpoints.save(path, objects, per_rank, keep=keep, is_main=self.is_main)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Send metrics to the launcher; see `Job.log`.

@@ -54,6 +54,11 @@ class TrainingState:
         return self.released_steps + sum(stepper.taken for stepper in self.steppers)
 
     @property
+    def fewest_steps(self) -> int:
+        """The steps of the optimizer that took the fewest; 0 before the first step."""
+        return min((stepper.taken for stepper in self.steppers if stepper.taken), default=0)
+
+    @property
     def step_calls(self) -> int | None:
         """Calls of `step()` of all optimizers together; None if no optimizer was prepared, so that steps are not known."""
         if not self.steppers and not self.has_released:

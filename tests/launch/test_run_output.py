@@ -102,6 +102,23 @@ def test_a_restart_shows_what_it_restores(launch, tmp_path):
     assert run.code == 0 and "distrib: restored last.pt, epoch 1\n" in run.err, run
 
 
+@pytest.mark.forked
+def test_a_checkpoint_that_does_not_fit_is_reported_with_file_object_and_hint(launch, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import distrib, torch\njob = distrib.init()\n"
+        "job.save('last.pt', net=torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(40))))\njob.barrier()\n"
+        "job.restore('last.pt', net=torch.nn.Sequential(*(torch.nn.Linear(2, 1) for _ in range(40))))\n"
+    )
+    lines = own_lines(launch("-np", "2", path).err)
+    report = next(number for number, line in enumerate(lines) if "failed first" in line)
+    first = lines[report]
+    assert "last.pt: the state of net does not fit: " in first and "size mismatch for 0.weight" in first
+    assert first.endswith("; restore it into the same model or optimizer, or name another file")
+    assert not any(line.lstrip().startswith("RuntimeError") or "lines more" in line for line in lines[report:]), lines
+    assert "last.pt: the state of net does not fit" in lines[-1]
+
+
 LOST = b"RuntimeError: Connection closed by peer [10.0.0.1]"
 HEAD = b"Traceback (most recent call last):"
 

@@ -588,8 +588,8 @@ def has_its_turn_again(job: distrib.Job) -> None:
 
 
 def compiled_step(job: distrib.Job) -> None:
-    """Compile the function that takes the steps."""
-    model, optimizer = made(job, nn.Linear(4, 1))
+    """Compile the function that takes the steps: every second batch completes one."""
+    model, optimizer = made(job, nn.Linear(4, 1), accumulate=2)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     counted = []
     for _ in range(12):
@@ -598,9 +598,10 @@ def compiled_step(job: distrib.Job) -> None:
         optimizer.zero_grad()
         counted.append(job.stepped)
     job.settle()
-    assert all(counted) and job._parts.state.steppers[-1].taken == 12
+    assert counted == [False, True] * 6
     assert_alike(job, model)
     job.release(model, optimizer)
+    job.accumulate(1)
 
 
 def scaler_lets_go(job: distrib.Job) -> None:
@@ -643,6 +644,19 @@ def weights_alone(job: distrib.Job) -> None:
         job.restore(f"{folder}/learnt.pt", model=other)
     assert torch.equal(job.unwrap(other).weight, job.unwrap(model).weight)
     job.release(other)
+
+
+def values_of_each_rank(job: distrib.Job) -> None:
+    """Hand the values and objects of each rank back to it."""
+    head = nn.Linear(2, 1)
+    nn.init.constant_(head.weight, job.rank)
+    with tempfile.TemporaryDirectory() as folder:
+        job.save(f"{folder}/own.pt", common=3, per_rank={"head": head, "rank": job.rank})
+        job.barrier()
+        nn.init.zeros_(head.weight)
+        back = job.restore(f"{folder}/own.pt", per_rank={"head": head})
+    assert back == {"common": 3, "per_rank": {"rank": job.rank}}
+    assert head.weight.tolist() == [[job.rank, job.rank]]
 
 
 def followers(job: distrib.Job) -> None:

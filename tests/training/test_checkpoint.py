@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from distrib.errors import TrainingError
 from distrib.training.checkpoint import checkpoint_format
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")
 
@@ -98,3 +101,146 @@ def test_states_that_could_not_be_restored_leave_the_old_checkpoint(job, tmp_pat
         job.save(tmp_path / "last.pt", optimizer=optimizer)
     assert (tmp_path / "last.pt").read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir() if not entry.is_dir()] == ["last.pt"]
+
+
+SCHEDULES = """
+import sys, torch, distrib
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+with distrib.init() as job:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = job.prepare(model, optimizer, DataLoader(TensorDataset(torch.ones(24, 2)), 2))
+    steps = 3 * len(loader)
+    by_step = {
+        "cosine": lr_scheduler.CosineAnnealingLR(optimizer, steps),
+        "cycle": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps, cycle_momentum=False),
+        "chain": lr_scheduler.ChainedScheduler([lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)]),
+    }
+    by_epoch = {"epochs": lr_scheduler.StepLR(optimizer, 1)}
+    things = dict(model=model, optimizer=optimizer, loader=loader, **by_step, **by_epoch)
+    job.restore(sys.argv[1], **things)
+    for (batch,) in loader if "train" in sys.argv else ():
+        model(batch).sum().backward()
+        optimizer.step()
+        for schedule in by_step.values():
+            schedule.step()
+    by_epoch["epochs"].step()
+    job.save(sys.argv[1], **things)
+"""
+
+
+@pytest.mark.processes
+def test_schedules_that_count_steps_are_warned_of_on_another_number_of_ranks(tmp_path):
+    """The warning comes after an earlier restart, too, but neither for a schedule by epochs nor for as many ranks."""
+    script = tmp_path / "schedules.py"
+    script.write_text(SCHEDULES)
+    said = []
+    for ranks, *words in (2, "train"), (2, "train"), (1,), (2,):
+        result = run_ranks(ranks, script, tmp_path / "last.pt", *words)
+        assert result.returncode == 0, result.stderr
+        said.append([line for line in result.stderr.splitlines() if line.startswith("distrib: warning")])
+    assert said[:2] == [[], []]
+    (fewer,), (more,) = said[2:]
+    assert (
+        "is of 2 ranks, this job has 1: " in fewer
+        and "cosine, cycle, chain was made for, which ends too early" in fewer
+    )
+    assert "is of 1 rank, this job has 2: " in more and "does not reach its end" in more
+
+
+RESUMES = """
+import os, random, sys, numpy, torch, distrib
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+folder, epochs, restored = sys.argv[1:]
+with distrib.init() as job:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(47, 8), torch.randn(47, 1))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 1))
+    if os.path.exists(f"{folder}/{restored}"):
+        torch.seed()  # the order of the samples is another one until it is restored
+    model, optimizer, loader = job.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), DataLoader(data, 4, shuffle=True)
+    )
+    noise = torch.Generator().manual_seed(job.rank)
+    for seed in torch.manual_seed, random.seed, numpy.random.seed:
+        seed(100 + job.rank)
+    things = dict(model=model, optimizer=optimizer, loader=loader)
+    back = job.restore(f"{folder}/{restored}", **things, epoch=0, per_rank={"seen": 0, "noise": noise.get_state()})
+    seen = back["per_rank"]["seen"]
+    noise.set_state(back["per_rank"]["noise"])
+    for epoch in range(back["epoch"], int(epochs)):
+        for x, y in loader:
+            x = x * numpy.random.rand() + random.random()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(x) + float(torch.rand(1, generator=noise))
+        job.save(f"{folder}/own.pt", **things, epoch=epoch + 1, per_rank={"seen": seen, "noise": noise.get_state()})
+        job.save(f"{folder}/plain.pt", **things, epoch=epoch + 1, seen=seen)
+    weights = [value.hex() for p in model.parameters() for value in p.flatten().tolist()]
+    drawn = torch.rand(1).item(), random.random(), numpy.random.rand()
+    print(job.rank, *drawn, *weights, seen if restored == "own.pt" else "", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_a_resumed_training_is_identical_bit_by_bit(tmp_path):
+    """Ranks have different seeds, dropout and uneven last batches; half of the checkpoints have values per rank."""
+    script, whole, parts = tmp_path / "resumes.py", tmp_path / "whole", tmp_path / "parts"
+    script.write_text(RESUMES)
+
+    def lines(folder, epochs, restored):
+        result = run_ranks(3, script, folder, epochs, restored)
+        assert result.returncode == 0 and "warning" not in result.stderr, result.stderr
+        return sorted(result.stdout.splitlines())
+
+    expected = lines(whole, 3, "own.pt")
+    assert len({line.split()[1] for line in expected}) == 3  # each rank has its own numbers
+    lines(parts, 1, "own.pt")
+    shutil.copytree(parts, tmp_path / "copy")
+    assert lines(parts, 3, "own.pt") == expected
+    plain = lines(tmp_path / "copy", 3, "plain.pt")
+    assert [line.split()[:165] for line in plain] == [line.split()[:165] for line in expected]
+
+
+OTHER_RANKS = """
+import sys, torch, distrib
+from distrib.training.checkpoint import rank_states
+rank_states.SETTINGS = rank_states.StateExchangeSettings(wait_seconds=1.0)
+what, path = sys.argv[1:]
+with distrib.init() as job:
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    torch.manual_seed(100 + job.rank)
+    before = torch.get_rng_state()
+    if what == "alone" and job.is_main:
+        for _ in range(2):
+            job.save(path, model=model, optimizer=optimizer)
+    if what == "alone":
+        job.barrier()
+        torch.rand(1)
+        before = torch.get_rng_state()
+        assert "per_rank" not in job.restore(path, model=model, optimizer=optimizer)
+    elif what == "two":
+        job.save(path, model=model, per_rank={"x": job.rank})
+    else:
+        assert job.restore(path, model=model, per_rank={"x": 5})["per_rank"] == {"x": 5}
+    assert torch.equal(torch.get_rng_state(), before)
+"""
+
+
+@pytest.mark.processes
+def test_states_of_ranks_are_left_alone_if_some_are_missing(tmp_path):
+    """A script may save on the main rank only, or restore on another number of ranks."""
+    script = tmp_path / "other.py"
+    script.write_text(OTHER_RANKS)
+    said = []
+    for ranks, what, name in (2, "alone", "a.pt"), (2, "two", "b.pt"), (1, "one", "b.pt"):
+        result = run_ranks(ranks, script, what, tmp_path / name)
+        assert result.returncode == 0, result.stderr
+        said.append([line for line in result.stderr.splitlines() if line.startswith("distrib: warning")])
+    (alone,), nothing, (fewer,) = said
+    assert "the checkpoint has no random state of rank 1, which did not call job.save" in alone and not nothing
+    assert "b.pt is of 2 ranks, this job has 1: per_rank keeps" in fewer

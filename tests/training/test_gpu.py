@@ -207,11 +207,11 @@ def test_lessons_over_nccl(device, strategy, lessons, tmp_path):
     ("strategy", "lessons"),
     [
         ({}, "methods frozen_later inferred_buffers growing_buffers looked_at_alone gathered_batches two_models_in_turns"),
-        ({}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
+        ({}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone values_of_each_rank"),
         ({}, "compiled second_backward unused_zeros step_in_backward closure_numbers reduced"),
         ({"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),
         ({"mode": "local", "inner_steps": 2},
-         "growing_buffers has_its_turn_again restored_within_a_round weights_alone followers"),
+         "growing_buffers has_its_turn_again restored_within_a_round weights_alone values_of_each_rank followers"),
     ],
 )  # fmt: skip
 def test_habits_over_nccl(device, strategy, lessons):
@@ -232,7 +232,7 @@ def test_averages_over_nccl(device, lessons):
 
 def test_workers_that_share_a_gpu_learn_without_a_common_step(device, launch):
     hidden = ("-np", "2", "-x", "CUDA_VISIBLE_DEVICES=", "--mode", "async")
-    lessons = "begins_as_main has_its_turn_again weights_alone evaluated_by_a_method averages_put_in large_gradients"
+    lessons = "begins_as_main has_its_turn_again weights_alone values_of_each_rank evaluated_by_a_method averages_put_in large_gradients"
     run = launch(*hidden, ON_ONE, SCRIPTS / "habits.py", *lessons.split())
     assert run.code == 0, run
     for rank in range(2):

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.forked, pytest.mark.usefixtures("inductor_cache")]
             "methods frozen_later inferred_buffers growing_buffers looked_at_alone gathered_batches two_models_in_turns "
             "set_by_hand shown_between backward_inside copy_evaluated_alone passed_without_steps frozen_when_read "
             "cleared_after_steps inferred_evaluation begins_as_main warmed_in_no_step has_its_turn_again compiled_step "
-            "scaler_lets_go weights_alone compiled second_backward unused_zeros step_in_backward read_ahead own_loader "
+            "scaler_lets_go weights_alone values_of_each_rank compiled second_backward unused_zeros step_in_backward read_ahead own_loader "
             "episodes kept_iterator own_epochs closure_numbers reduced not_numbers",
         ),
         (1, {}, "own_loader kept_iterator made_anew own_epochs gathered_batches"),
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.forked, pytest.mark.usefixtures("inductor_cache")]
             2,
             {"mode": "local", "inner_steps": 2},
             "read_ahead inferred_buffers growing_buffers has_its_turn_again restored_within_a_round weights_alone followers "
-            "passed_without_steps",
+            "values_of_each_rank passed_without_steps",
         ),
     ],
 )
@@ -51,7 +51,7 @@ def test_habits(ranks, strategy, lessons):
         (
             ("-np", "2", "--gradients", "fp16"),
             "begins_as_main has_its_turn_again weights_alone evaluated_by_a_method averages_put_in large_gradients reduced "
-            "main_ends_first",
+            "values_of_each_rank main_ends_first",
         ),
     ],
 )

@@ -10,6 +10,7 @@ import os
 import pickle
 import socket
 import tempfile
+import textwrap
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,6 +60,34 @@ def _has_checksum(data: bytes | memoryview) -> bool:
     return bytes(data[-_CHECKSUM_BYTES:]).startswith(_CHECKSUM_MARK)
 
 
+def pack(objects: dict[str, Any], backend: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Collect the content of a checkpoint, as of version 1: without a checksum.
+
+    Args:
+        objects: Objects with a state_dict, and plain values. Names in models are those without DDP and torch.compile.
+        backend: State of the training strategy.
+
+    Returns:
+        The content, which `read` opens once it is serialized.
+
+    Raises:
+        TrainingError: `read` could not open a value safely.
+    """
+    states = {name: _without_numpy(_state(thing)) for name, thing in objects.items() if has_state(thing)}
+    values = {name: _without_numpy(thing) for name, thing in objects.items() if not has_state(thing)}
+    for name, value in values.items():
+        if not _is_plain(value):
+            where, what = _unsafe(name, value) or (name, f"a {type(value).__name__}")
+            raise TrainingError(
+                f"cannot save {where}, {what}",
+                hint="pass loaders to job.prepare first"
+                if isinstance(value, DataLoader)
+                else "save objects with a state_dict, tensors, numbers, strings, or lists and dicts of them",
+                code="checkpoint-unsavable",
+            )
+    return {"distrib": 1, "states": states, "values": values, "backend": backend or {}}
+
+
 def write(
     path: str | os.PathLike[str],
     objects: dict[str, Any],
@@ -79,18 +108,7 @@ def write(
     Raises:
         TrainingError: `read` could not open the content safely. The old file stays.
     """
-    states = {name: _without_numpy(_state(thing)) for name, thing in objects.items() if has_state(thing)}
-    values = {name: _without_numpy(thing) for name, thing in objects.items() if not has_state(thing)}
-    for name, value in values.items():
-        if not _is_plain(value):
-            where, what = _unsafe(name, value) or (name, f"a {type(value).__name__}")
-            raise TrainingError(
-                f"cannot save {where}, {what}",
-                hint="pass loaders to job.prepare first"
-                if isinstance(value, DataLoader)
-                else "save objects with a state_dict, tensors, numbers, strings, or lists and dicts of them",
-                code="checkpoint-unsavable",
-            )
+    content = {**pack(objects, backend), "distrib": VERSION, "stamp": tuple(stamp)}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name[:100]}.{socket.gethostname()[:64]}."
@@ -100,9 +118,6 @@ def write(
         with os.fdopen(descriptor, "wb") as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            content = {
-                "distrib": VERSION, "stamp": tuple(stamp), "states": states, "values": values, "backend": backend or {},
-            }  # fmt: skip
             checksummed = _ChecksummedFile(file)
             _save(content, checksummed)
             checksummed.end()
@@ -110,7 +125,7 @@ def write(
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        _check_opens(name, states)
+        _check_opens(name, content["states"])
         Path(name).chmod(0o666 & ~mask)  # mkstemp gives access to the owner only
         _rename_older(path, keep)
         Path(name).replace(path)
@@ -266,7 +281,9 @@ def read(
     try:
         saved = torch.load(_Memory(data), map_location=place, weights_only=True)  # type: ignore[arg-type]  # it reads and seeks
     except Exception as error:  # torch raises a dozen types here
-        raise TrainingError(f"{source} is no checkpoint of job.save: {error}", code="checkpoint-invalid") from error
+        raise TrainingError(
+            f"{source} is no checkpoint of job.save: {_one_line(error)}", code="checkpoint-invalid"
+        ) from error
     try:
         states, values, version = saved["states"], saved["values"], saved["distrib"]
     except (KeyError, TypeError, IndexError) as error:
@@ -287,15 +304,22 @@ def read(
     for name, thing in wanted.items():
         try:
             _load(thing, states[name])
-        except (RuntimeError, ValueError, KeyError) as error:
+        except TrainingError:
+            raise
+        except Exception as error:  # of any type: the object's class may raise it
             raise TrainingError(
-                f"{source}: the state of {name} does not fit: {error}",
+                f"{source}: the state of {name} does not fit: {_one_line(error)}",
                 hint="restore it into the same model or optimizer, or name another file",
                 code="checkpoint-mismatch",
             ) from error
     values = move_to_device(values, device, lambda tensor: _place(tensor) in from_gpus)
     given = {name: thing for name, thing in objects.items() if name not in wanted}
     return {**given, **values}, saved.get("backend", {})
+
+
+def _one_line(error: Exception) -> str:
+    """Return an error in one line: that of a large model may list hundreds of names."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error), 400)
 
 
 def _place(tensor: torch.Tensor) -> int:

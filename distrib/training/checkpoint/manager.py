@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
+from distrib import units
 from distrib.errors import TrainingError
 from distrib.training.checkpoint import checkpoint_format, replicas
+from distrib.training.checkpoint.rank_states import RankStates, plain_values, resumes_training
 from distrib.training.collectives import JobCollectives, gather_objects
-from distrib.training.strategies.base import TrainingStrategy
+from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.to_device import move_to_device
+from distrib.training.training_state import TrainingState
 from distrib.utils.log import PLAIN, get_logger
 
 log = get_logger("checkpoint")
@@ -28,28 +32,38 @@ log = get_logger("checkpoint")
 class Checkpoints:
     """Checkpoints of a job: written by the main rank and by replica writers, restored by all ranks."""
 
-    def __init__(
-        self, run: replicas.Run, strategy: TrainingStrategy, collectives: JobCollectives, *, elastic: bool
-    ) -> None:
+    def __init__(self, run: replicas.Run, state: TrainingState, collectives: JobCollectives) -> None:
         """Create the manager.
 
         Args:
             run: The run of this start of the job.
-            strategy: The training strategy, whose state is saved too.
+            state: The training, whose strategy has a state that is saved too.
             collectives: The job's collectives.
-            elastic: True if ranks may leave and join.
         """
+        strategy = state.strategy
         self._run, self._strategy, self._world, self._device = run, strategy, strategy.world, strategy.device
-        self._collectives, self._elastic = collectives, elastic
+        self._state, self._collectives, self._elastic = state, collectives, isinstance(strategy, ElasticStrategy)
+        self._rank_states = RankStates(strategy, collectives)
+        self._earlier_steps = 0
+        """Steps before the checkpoint that was restored."""
         self._saves: Counter[str] = Counter()
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_schedules = False
 
-    def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, keep: int, is_main: bool) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        objects: dict[str, Any],
+        per_rank: dict[str, Any] | None = None,
+        *,
+        keep: int,
+        is_main: bool,
+    ) -> None:
         """Write a checkpoint if this rank is the main rank or writes a replica; see `Job.save`.
 
         Args:
             path: The file.
             objects: Objects with a `state_dict`, and plain values, by name.
+            per_rank: The same of this rank alone; None for nothing.
             keep: Number of checkpoints to keep, with this one.
             is_main: True on the main rank.
 
@@ -61,16 +75,28 @@ class Checkpoints:
         place = os.path.realpath(path)
         self._saves[place] += 1
         stamp = self._run.stamp(self._saves[place])
+        is_replica = not is_main and self._writes_replica(path)
+        states = self._rank_states.gather(objects, per_rank, is_writer=is_main or is_replica)
         if is_main:
             if self._strategy.replicas_differ and any(isinstance(thing, nn.Module) for thing in objects.values()):
                 self._warn_replicas_differ()
-            checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp, keep=keep)
-        elif self._writes_replica(path):
+            checkpoint_format.write(path, objects, self._backend_state(states), stamp, keep=keep)
+        elif is_replica:
             try:
-                checkpoint_format.write(path, objects, self._strategy.state_dict(), stamp, keep=keep)
+                checkpoint_format.write(path, objects, self._backend_state(states), stamp, keep=keep)
             # A full disk, or a state that only the main rank has. The main rank's checkpoint exists in any case.
             except Exception as error:
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
+
+    def _backend_state(self, states: list[Any]) -> dict[str, Any]:
+        """Return the state of the strategy, the ranks' own states, and the numbers on which schedules depend."""
+        job = {
+            "ranks": self._world.size,
+            "batches": self._world.size * self._state.accumulate,
+            "steps": self._earlier_steps + self._state.fewest_steps,
+            "states": states,
+        }
+        return {**self._strategy.state_dict(), "job": job}
 
     def _warn_replicas_differ(self) -> None:
         if not self._has_warned:
@@ -80,12 +106,15 @@ class Checkpoints:
                 "  call job.settle() on every rank before job.save, or save at the end of an epoch"
             )
 
-    def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
+    def restore(
+        self, path: str | os.PathLike[str], objects: dict[str, Any], per_rank: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Load the newest complete and valid checkpoint on all ranks; see `Job.restore`. Collective.
 
         Args:
             path: The file.
             objects: Objects to load, and defaults of plain values, by name.
+            per_rank: The same of this rank alone.
 
         Returns:
             The plain values by name.
@@ -99,17 +128,44 @@ class Checkpoints:
             if self._world.rank == 0:
                 how = "warning: the job was restarted, but there is" if self._run.restarts else "note:"
                 log.info(f"{how} no file {place}: nothing is restored", extra=PLAIN)
-            return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
+            return plain_values(objects) | ({} if per_rank is None else {"per_rank": plain_values(per_rank)})
         values, state, number = found
-        restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
-        if all(isinstance(thing, nn.Module) for thing in restored):
+        job = state.pop("job", {"ranks": self._world.size, "batches": 0, "steps": 0, "states": []})
+        if resumes_training(objects):
+            self._earlier_steps = job["steps"] - self._state.fewest_steps
+        else:
             state = {}  # only weights are restored, perhaps from a job with other optimizers
-        if restored:
+        if any(map(checkpoint_format.has_state, objects.values())):
             self._strategy.load_state_dict(move_to_device(state, self._device))
+        own = self._rank_states.restore(job["states"], objects, per_rank, source=os.fspath(path))
+        if own or per_rank is not None:
+            values["per_rank"] = own
         if self._world.rank == 0:
             numbers = "".join(f", {name} {value}" for name, value in values.items() if isinstance(value, int))
             log.info(f"restored {os.fspath(path)}{number}{numbers}", extra=PLAIN)
+            self._warn_of_schedules(os.fspath(path), job, objects)
         return values
+
+    def _warn_of_schedules(self, path: str, job: dict[str, Any], objects: dict[str, Any]) -> None:
+        """Warn once of schedules that have counted the steps of another number of ranks."""
+        ranks, size = job["ranks"], self._world.size
+        counting = [name for name, thing in objects.items() if 2 * _count_calls(thing) > job["steps"] > 0]
+        if (
+            not counting
+            or ranks == size
+            or job["batches"] == size * self._state.accumulate
+            or self._has_warned_of_schedules
+        ):
+            return
+        self._has_warned_of_schedules = True
+        effect = "does not reach its end"
+        if size < ranks:
+            effect = "ends too early: a cosine rises again, OneCycleLR raises ValueError"
+        log.warning(
+            f"{path} is of {units.count_text(ranks, 'rank')}, this job has {size}: an epoch has other steps than "
+            f"{', '.join(counting)} was made for, which {effect}\n"
+            "  count epochs in it, or create it again from the epoch and leave it out of job.restore"
+        )
 
     def _read_newest(self, path: Path, objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str] | None:
         """Load the newest valid copy of a checkpoint. Collective.
@@ -152,6 +208,13 @@ class Checkpoints:
         if self._elastic or self._world.size == 1 or not self._run.max_restarts:
             return [self._collectives.from_main(lambda: replicas.copies_of(path))]
         return gather_objects(replicas.copies_of(path))
+
+
+def _count_calls(thing: Any) -> int:
+    """Count the calls of a schedule's `step()`; 0 for anything else."""
+    if isinstance(thing, ChainedScheduler):
+        return max(map(_count_calls, thing._schedulers))
+    return thing.last_epoch if isinstance(thing, LRScheduler) else 0
 
 
 def _first_stamps(copies: list[list[replicas.Copy]]) -> list[replicas.Stamp | None]:

@@ -295,16 +295,18 @@ class ShardedLoader(Iterable[Any]):
         self._epochs.set(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of the next epoch, for `job.save`."""
-        return {"epoch": self._epochs.next}
+        """Return the number of the next epoch and the seed of the order, for `job.save`."""
+        return {"epoch": self._epochs.next, **({"seed": self._shard.seed} if self._shard else {})}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue with the epoch of a checkpoint.
+        """Continue with the epoch and the order of a checkpoint.
 
         Args:
             state: The result of `state_dict`.
         """
         self.set_epoch(state["epoch"])
+        if self._shard:
+            self._shard.seed = state.get("seed", self._shard.seed)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle ask before there is a _loader

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distrib.bandwidth_model.bucketing import (
+    BUCKETS,
     ddp_bucket_bytes,
     hook_bucket_bytes,
     is_averaged_by_ddp,
@@ -274,7 +275,13 @@ def wrap_model(
         return wrapped
     hosts = gather_objects(kernel_identity())
     if is_averaged_by_ddp(size, settings, one_rank_per_host=len(set(hosts)) == len(hosts)):
-        return _wrap(model, ddp_bucket_bytes(size), options)  # takes less CPU time than a hook
+        wrapped = _wrap(model, ddp_bucket_bytes(size), options)  # takes less CPU time than a hook
+        if (
+            size <= BUCKETS.min_ddp_bytes
+        ):  # one bucket, in the first step as later: a resumed training sums in the same order
+            wrapped.reducer._push_all_rebuilt_params()
+            wrapped.reducer._rebuild_buckets()
+        return wrapped
     hook = HierarchicalHook(trainable, settings)
     bucket_bytes = settings.bucket_bytes
     if bucket_bytes is None and not FORMATS[settings.gradients.format].whole_buckets:

@@ -265,6 +265,17 @@ class ParameterServerStrategy(ElasticStrategy):
         """
         return self.collectives.reduce(tensor, op)
 
+    def gather(self, own: bytes) -> dict[int, bytes]:
+        """Gather the bytes of the present ranks. Collective.
+
+        Args:
+            own: This rank's bytes.
+
+        Returns:
+            The bytes by rank.
+        """
+        return {rank: bytes(data) for rank, data in self.collectives.gather("bytes", own)}
+
     def view(self, epoch: int, training: bool) -> tuple[int, int]:
         """Choose the share of an epoch that this rank reads.
 
