@@ -41,6 +41,13 @@ def test_a_script_gets_its_rank_in_its_arguments(launch, tmp_path):
     assert run.code == 0, run
 
 
+def test_braces_and_any_other_characters_in_the_path_of_a_script_stay(launch, tmp_path):
+    script = tmp_path / "{rank} \n'\"$x`id`.py"
+    script.write_text("import sys\nassert sys.argv[0].endswith('`id`.py') and sys.argv[1] == '\\n'\n")
+    run = launch("-np", "2", script, "\n")
+    assert run.code == 0, run
+
+
 def test_a_program_runs_on_every_rank(launch, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text('#!/bin/sh\necho "shell $1 of $WORLD_SIZE"\nexit $1\n')

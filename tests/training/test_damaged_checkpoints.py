@@ -134,3 +134,40 @@ def test_the_copy_of_another_host_replaces_a_damaged_checkpoint(tmp_path):
         "{'epoch': 3}",
     ]
     assert "disk0/last.pt is damaged" in run.stderr
+
+
+class RunsCode:
+    """A value whose unpickling creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("place", ["states", "values", "backend", "stamp"])
+def test_a_hostile_checkpoint_runs_no_code(job, tmp_path, place):
+    path = tmp_path / "last.pt"
+    content = {"distrib": 1, "stamp": ("", 0, 1, 1.0), "states": {}, "values": {}, "backend": {}}
+    torch.save(content | {place: {"x": RunsCode(tmp_path / "ran")}}, path)
+    with pytest.raises(TrainingError, match=r"last\.pt is no checkpoint"):
+        job.restore(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_checkpoint_is_never_written_over_an_older_one(job, tmp_path, monkeypatch):
+    path = tmp_path / "last.pt"
+    for epoch in (1, 2):
+        job.save(path, keep=2, epoch=epoch)
+    with path.open("rb") as reader:
+        job.save(path, epoch=3)
+        assert reader.read() != path.read_bytes()  # a reader keeps the whole old file
+        reader.seek(0)
+        values, _ = checkpoint_format.read(reader.read(), {}, torch.device("cpu"), source="old")
+    assert values == {"epoch": 2}
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        job.save(path, epoch=4)
+    assert job.restore(path) == {"epoch": 3}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["last.pt", "last.pt.1"]

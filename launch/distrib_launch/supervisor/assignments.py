@@ -122,7 +122,9 @@ def _assignments(
             "rank": state.plan.rank, "local_rank": state.plan.local_rank, "world_size": plan.world_size,
             "master_addr": main[0], "master_port": main[1],
         }  # fmt: skip
-        command = [fill_placeholders(word, values) for word in plan.script_on(host, state.plan.role)]
+        command = list(plan.script_on(host, state.plan.role))
+        arguments = 3 if command[1] == "-m" else 2
+        command[arguments:] = [fill_placeholders(word, values) for word in command[arguments:]]
         yield (
             state,
             Assignment(
