@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import distrib
+from distrib_launch.cli import launch as launch_command
 from tests import fork_server
 from tests.virtual_cluster import Cluster, why_unavailable
 from tests.virtual_cluster.virtual import OWN_NAMES
@@ -87,16 +88,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def our_processes() -> dict[int, str]:
     """Return the processes that this test session started on this machine, directly or not: number to command line."""
-    mark = f"{MARK}={os.getpid()}".encode()
+    mark = f"\0{MARK}={os.getpid()}\0".encode()
     found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) not in (os.getpid(), fork_server.server_process()):
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found[int(entry.name)] = command
-            except OSError:
-                continue
+    for name in os.listdir("/proc"):  # twice per test, so without a Path for each process
+        if name.isdigit() and int(name) not in (os.getpid(), fork_server.server_process()):
+            with contextlib.suppress(OSError):
+                environ = os.open(f"/proc/{name}/environ", os.O_RDONLY)
+                try:
+                    is_ours = mark in b"\0" + os.read(environ, 1 << 18)
+                finally:
+                    os.close(environ)
+                if is_ours:
+                    command = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(name)] = command.decode(errors="replace")
     return found
 
 
@@ -278,5 +282,18 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
                 env={**os.environ, **environ}, cwd=cwd or tmp_path,
             )  # fmt: skip
         return Run(process, run_dir, time.monotonic() - started)
+
+    return run
+
+
+@pytest.fixture
+def launch_in_process(tmp_path: Path) -> Callable[..., Run]:
+    """Run `distrib-launch` in this process: for plans, manifests and refusals, which start nothing."""
+
+    def run(*arguments: object, env: Mapping[str, str] | None = None) -> Run:
+        run_dir = tmp_path / "run"
+        return Run(
+            call(launch_command.main, "--run-dir", run_dir, *arguments, cwd=tmp_path, **(env or {})), run_dir, 0.0
+        )
 
     return run

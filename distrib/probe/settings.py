@@ -94,6 +94,8 @@ class ProbeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Time for torch and the driver to start, added to the duration of GPU copies."""
     all_reduce_seconds: float = 60.0
     """Time for the process group to form, added to three times the planned duration."""
+    exit_seconds: float = 3.0
+    """Time between SIGTERM and SIGKILL of a rank, which saves nothing; a frozen rank would use all of it."""
 
 
 TIMEOUTS = ProbeTimeouts()

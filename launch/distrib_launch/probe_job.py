@@ -14,7 +14,7 @@ from distrib.errors import DistribError, LaunchError, PreflightError
 from distrib.probe.journal import Journal
 from distrib.probe.protocol import ProbeSpec
 from distrib.probe.records import CollectiveMeasurement, PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone
-from distrib.probe.settings import GPUDIRECT_OFF_VALUES, GPUDIRECT_VARIABLE, Mode, Transport
+from distrib.probe.settings import GPUDIRECT_OFF_VALUES, GPUDIRECT_VARIABLE, TIMEOUTS, Mode, Transport
 from distrib.probe.stages import LINKS_DONE
 from distrib.utils import signals
 from distrib.utils.json_text import encode_json
@@ -141,7 +141,7 @@ class _ProbeLaunches:
         )  # fmt: skip
         wanted = msgspec.structs.replace(
             options.launch, arguments=(encode_json(spec).decode(),), run_dir=str(folder), bind="none", show_rank=0,
-        status_lines=False
+            status_lines=False, grace_seconds=TIMEOUTS.exit_seconds,
         )  # fmt: skip
         if not gpudirect:  # of several values of a variable the last one counts
             off = f"{GPUDIRECT_VARIABLE}={GPUDIRECT_OFF_VALUES[0]}"

@@ -19,9 +19,17 @@ pytestmark = pytest.mark.cluster
 JOB = SCRIPTS / "job.py"
 
 
-def test_ranks_run_where_the_plan_says(make_cluster, launch):
+def test_ranks_run_where_the_plan_says_with_words_and_paths_unchanged(make_cluster, launch, tmp_path):
     cluster = make_cluster(3, slots=2)
-    run = launch("-H", cluster.hostfile, JOB, "--mpi", "*:environment", cluster=cluster)
+    folder = tmp_path / "a folder, $HOME 'quoted' \"twice\"\nand broken – ü"
+    folder.mkdir()
+    script = folder / "my $job; ls.py"
+    script.write_text(JOB.read_text())
+    words = [
+        "*:environment", "x:a b", "x:'", 'x:"', "x:$HOME `id` $(id)", "x:new\nline", "x:ü–日本", "x:;&|<>*?~#!\\", "x:",
+    ]  # fmt: skip
+    value = "a b'c\"d $HOME `id`\nü\\"
+    run = launch("-H", cluster.hostfile, "-x", f"ODD={value}", script, "--mpi", *words, cluster=cluster, cwd=folder)
     assert run.code == 0, run
     result = run.result
     assert result["hosts"] == ["n1", "n2", "n3"]
@@ -29,19 +37,23 @@ def test_ranks_run_where_the_plan_says(make_cluster, launch):
         (0, "n1", 0, 0), (1, "n1", 1, 0), (2, "n2", 0, 0), (3, "n2", 1, 0), (4, "n3", 0, 0), (5, "n3", 1, 0),
     ]  # fmt: skip
     for rank in range(6):
-        env = json.loads((run.run_dir / f"ranks/{rank}.out").read_text().splitlines()[0])["env"]
+        told = json.loads((run.run_dir / f"ranks/{rank}.out").read_text().splitlines()[0])
         host = rank // 2 + 1
-        assert env["DISTRIB_ADDRESS"] == f"198.18.0.{host}"
-        assert env["MASTER_ADDR"] == "198.18.0.1"
+        assert told["env"]["DISTRIB_ADDRESS"] == f"198.18.0.{host}"
+        assert told["env"]["MASTER_ADDR"] == "198.18.0.1"
+        assert told["argv"] == [str(script), "--mpi", *words]
+        assert told["cwd"] == str(folder)
+        assert told["env"]["ODD"] == value
     assert cluster.left_over(within_seconds=6) == {}
 
 
-def test_hosts_in_any_order_with_unequal_slots(make_cluster, launch):
+def test_hosts_in_any_order_with_unequal_slots_need_not_have_the_launcher(make_cluster, launch):
     cluster = make_cluster(3)
-    run = launch("-H", "n3:1,n1:3,n2:2", SCRIPTS / "where.py", cluster=cluster)
+    run = launch("-H", "n3:1,n2:3", SCRIPTS / "mpi_ring.py", cluster=cluster)
     assert run.code == 0, run
-    seen = [(run.run_dir / f"ranks/{rank}.out").read_text().strip() for rank in range(6)]
-    assert seen == ["n3", "n1", "n1", "n1", "n2", "n2"]
+    seen = [(run.run_dir / f"ranks/{rank}.out").read_text() for rank in range(4)]
+    assert seen == [f"rank {rank} of 4 on {host}: 6\n" for rank, host in enumerate(["n3", "n2", "n2", "n2"])]
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 def test_hosts_that_have_ipv6_alone(make_cluster, launch):
@@ -56,40 +68,6 @@ def test_hosts_that_have_ipv6_alone(make_cluster, launch):
     assert run.code == 0, run
     env = json.loads((run.run_dir / "ranks/1.out").read_text().splitlines()[0])["env"]
     assert (env["DISTRIB_ADDRESS"], env["MASTER_ADDR"]) == ("fd00:18::2", "fd00:18::1")
-
-
-def test_words_and_paths_arrive_unchanged_on_every_host(make_cluster, launch, tmp_path):
-    cluster = make_cluster(3)
-    folder = tmp_path / "a folder, $HOME 'quoted' \"twice\"\nand broken – ü"
-    folder.mkdir()
-    script = folder / "my $job; ls.py"
-    script.write_text(JOB.read_text())
-    words = [
-        "*:environment",
-        "x:a b",
-        "x:'",
-        'x:"',
-        "x:$HOME `id` $(id)",
-        "x:new\nline",
-        "x:ü–日本",
-        "x:;&|<>*?~#!\\",
-        "x:",
-    ]
-    value = "a b'c\"d $HOME `id`\nü\\"
-    run = launch("-H", cluster.hostfile, "-x", f"ODD={value}", script, *words, cluster=cluster, cwd=folder)
-    assert run.code == 0, run
-    for rank in range(3):
-        told = json.loads((run.run_dir / f"ranks/{rank}.out").read_text().splitlines()[0])
-        assert told["argv"] == [str(script), *words]
-        assert told["cwd"] == str(folder)
-        assert told["env"]["ODD"] == value
-
-
-def test_the_launcher_need_not_be_one_of_the_hosts(make_cluster, launch):
-    cluster = make_cluster(3)
-    run = launch("-H", "n2:2,n3:2", JOB, "--mpi", cluster=cluster)
-    assert run.code == 0, run
-    assert cluster.left_over(within_seconds=6) == {}
 
 
 def test_a_rank_that_raises_ends_the_job_and_is_named(make_cluster, launch):
@@ -157,7 +135,7 @@ def test_a_host_that_is_cut_off_ends_its_own_ranks(make_cluster, tmp_path):
 
 @pytest.mark.parametrize("victim", ["distrib-launch", "prterun"])
 def test_nothing_is_left_on_any_host_when_launcher_or_engine_is_killed(make_cluster, tmp_path, victim):
-    cluster = make_cluster(3)
+    cluster = make_cluster(2)
     process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:children"))
     wait_for_line(process, "has children")
     pids = [pid for pid, command in cluster.processes("n1").items() if f"/{victim}" in command.partition(" -H")[0]]
@@ -170,9 +148,9 @@ def test_nothing_is_left_on_any_host_when_launcher_or_engine_is_killed(make_clus
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
-@pytest.mark.parametrize("where", [["n1", "n2", "n3"], ["n2"]], ids=["everywhere", "there"])
+@pytest.mark.parametrize("where", [["n1", "n2"], ["n2"]], ids=["everywhere", "there"])
 def test_a_login_shell_that_is_no_bourne_shell(make_cluster, launch, tmp_path, where):
-    cluster = make_cluster(3)
+    cluster = make_cluster(2)
     users = Path("/etc/passwd").read_text().splitlines()
     (tmp_path / "passwd").write_text(
         "\n".join(
@@ -265,10 +243,13 @@ def test_a_host_without_distrib_is_named(make_cluster, launch, tmp_path):
 def test_a_host_whose_python_lacks_torch_is_named(make_cluster, launch, tmp_path):
     cluster = make_cluster(2)
     interpreter = run_python_of(launch, cluster)
-    torch = cluster.run("n1", [interpreter, "-c", "import torch; print(torch.__path__[0])"], check=True).stdout.strip()
+    find = "import importlib.util; print(importlib.util.find_spec('torch').submodule_search_locations[0])"
+    torch = cluster.run("n1", [interpreter, "-c", find], check=True).stdout.strip()
     cluster.run("n2", ["mount", "-t", "tmpfs", "tmpfs", torch], check=True)
     script = tmp_path / "needs_torch.py"
-    script.write_text("from torch import nn\nimport time\ntime.sleep(30)\n")
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    from torch import nn  # slow where torch is\ntime.sleep(30)\n"
+    )
     checked = launch("-H", "n1:1,n2:1", script, cluster=cluster)
     assert checked.code == 3, checked
     assert "error: n2: torch: no torch, n1 has" in checked.err
@@ -307,11 +288,11 @@ def no_job_process_left(cluster, *, within_seconds):
 
 def test_more_hosts_than_the_engine_calls_by_itself(make_cluster, launch, tmp_path):
     """Beyond its radix of 64, here 2, PRRTE lets hosts start others. If one fails, the start ends silently."""
-    cluster = make_cluster(6)
+    cluster = make_cluster(4)
     # Only the launcher's machine may connect, as where the user's keys are on no other host.
     chain, rule = "{ type filter hook input priority 0; }", f"ip saddr != {cluster.address('n1')} tcp dport 22 drop"
     for words in ("add table inet own", f"add chain inet own in {chain}", f"add rule inet own in {rule}"):
-        cluster.run("n6", ["nft", words], check=True)
+        cluster.run("n4", ["nft", words], check=True)
     script = tmp_path / "name.py"
     script.write_text("import socket\nprint(socket.gethostname())\n")
     run = launch(

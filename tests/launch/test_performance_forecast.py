@@ -42,28 +42,16 @@ def profiled(launch, profiles, request):
 
 
 @pytest.fixture
-def probed(make_cluster, tmp_path):
-    """Build a cluster of three hosts and run a quick probe on it."""
+def probed(tmp_path):
+    """Run a quick probe on a cluster."""
 
-    def build(**options):
-        cluster = make_cluster(3, **options)
-        topology = tmp_path / "topology.yaml"
-        command = [
-            TOPO,
-            "probe",
-            "--quick",
-            "--no-preflight",
-            "-H",
-            cluster.hostfile,
-            "-o",
-            topology,
-            "--run-dir",
-            tmp_path / "p",
-        ]
+    def probe(cluster):
+        where = ("-H", cluster.hostfile, "--topology", tmp_path / "topology.yaml")
+        command = [TOPO, "probe", "--quick", "--no-preflight", *where[:2], "-o", where[3], "--run-dir", tmp_path / "p"]
         cluster.run("n1", command, env=ENV, check=True, cwd=tmp_path)
-        return cluster, ("-H", cluster.hostfile, "--topology", topology)
+        return where
 
-    return build
+    return probe
 
 
 def warnings_of(run):
@@ -73,9 +61,10 @@ def warnings_of(run):
 
 
 @repeat_if_spoiled
-def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, profiled):
+def test_on_slow_wires_it_is_said_before_and_during_the_run(make_cluster, probed, launch, profiled):
     profile = profiled()
-    cluster, where = probed(rate="200mbit")
+    cluster = make_cluster(3, rate="200mbit")
+    where = probed(cluster)
     run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
     before, during = warnings_of(run)[:2]
     assert "on 3 hosts x 1 rank, " in before and re.search(r"(1[7-9]|2[01])\d Mb/s; 90% needs ", before)
@@ -93,23 +82,23 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
 
 
 @repeat_if_spoiled
-def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch, profiled):
+def test_fast_wires_are_silent_and_one_that_became_slow_is_named(make_cluster, probed, launch, profiled):
     profile = profiled()
-    cluster, where = probed(rate="10gbit")
-    run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
+    cluster = make_cluster(3, rate="10gbit")
+    where = probed(cluster)
+    words = (*where, "--workload", profile)
+    script = (STEPS, 28, *WORK)
+    run = launch(*words, *script, cluster=cluster)
     assert warnings_of(run) == [], run
     assert run.result["predicted"]["efficiency"] > 0.8
     cluster.shape("n3", "200mbit")
-    told = warnings_of(launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster))
+    told = warnings_of(launch(*words, *script, cluster=cluster))
     (slower,) = [warning for warning in told if warning.startswith("a step takes ")]
     assert "the links of n3 (" in slower and re.search(r"carry (1[2-9]|2[01])\d Mb/s, expected", slower), slower
-
-
-@repeat_if_spoiled
-def test_the_one_slow_link_is_named_before_the_launch(probed, launch, profiled):
-    profile = profiled()
-    cluster, where = probed(rate="10gbit", rates={"n3": "100mbit"})
-    run = launch(*where, "--workload", profile, "--mode", "auto", "--dry-run", STEPS, 28, *WORK, cluster=cluster)
+    # After another probe, the slow link is named before the launch.
+    cluster.shape("n3", "100mbit")
+    probed(cluster)
+    run = launch(*words, "--mode", "auto", "--dry-run", *script, cluster=cluster)
     (warning,) = [line for line in run.out.splitlines() if line.startswith("warning: ")]
     link = warning.partition("link ")[2].partition(",")[0]
     assert "n3" in link.split("-") and re.search(r"(8[89]|9\d|1[01]\d)[\d.]* Mb/s", warning), run

@@ -52,21 +52,10 @@ def own_lines(err):
 
 
 @pytest.mark.forked
-def test_a_run_shows_its_start_its_phases_and_its_end(launch, script):
-    run = launch("-np", "2", script())
-    assert run.code == 0, run
-    start, checking, starting, first_step, end = own_lines(run.err)
-    assert start == f"2 ranks on this machine, mode sync, run directory {run.run_dir.name}"
-    assert (checking, starting) == ("checking 1 host", "starting 2 ranks")
-    assert re.fullmatch(r"first step after [\d.]+ s", first_step)
-    speed = r"[\d,]+ samples/s, scaling efficiency \d+% of the speed without waiting"
-    assert re.fullmatch(rf"succeeded after [\d.]+ s: {speed}; see {run.run_dir.name}/report\.html", end)
-    assert run.result["measured"]["samples_per_second"] > 0
-
-
-@pytest.mark.forked
 def test_quiet_runs_show_neither_start_nor_end(launch, script):
-    assert own_lines(launch("-np", "2", "--quiet", script()).err) == []
+    run = launch("-np", "2", "--quiet", script())
+    assert own_lines(run.err) == []
+    assert run.result["measured"]["samples_per_second"] > 0
 
 
 @pytest.mark.forked

@@ -39,13 +39,22 @@ def kinds(output):
 @pytest.mark.prioritized
 @repeat_if_spoiled
 @pytest.mark.forked
-def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
-    cluster = make_cluster(4, rate="400mbit", rates={"n3": "200mbit"})
-    done = probe(cluster, "--quick", "--strict", "--json")
+def test_a_host_that_became_slow_is_found_and_strict_says_so(make_cluster, probe, tmp_path):
+    cluster = make_cluster(4, rate="400mbit")
+    earlier = tmp_path / "earlier.yaml"
+    done = probe(cluster, "--quick", "-o", earlier)
+    assert done.returncode == 0 and "no findings" in done.stdout, done
+    (group,) = read_topology(earlier).nodes  # a new file has the hosts' own inventories
+    assert len(group.host_names) == len(cluster.hosts) and group.cores and group.memory
+    cluster.shape("n3", "200mbit")
+    done = probe(cluster, "--quick", "--strict", "--json", "--baseline", earlier)
     assert done.returncode == 1, done
     output = json.loads(done.stdout)
-    assert kinds(output) == [("slow_host", "error", ["n3"])]
-    assert output["findings"][0]["ratio"] == pytest.approx(0.5, abs=0.05)
+    worse = [finding for finding in output["findings"] if finding["kind"] == "worse_than_baseline"]
+    assert worse and all("n3" in finding["hosts"] for finding in worse), done
+    (slow,) = [finding for finding in output["findings"] if finding not in worse]
+    assert (slow["kind"], slow["severity"], slow["hosts"]) == ("slow_host", "error", ["n3"])
+    assert slow["ratio"] == pytest.approx(0.5, abs=0.05)
     assert output["whole"] is True
     rates = {
         (p["source"], p["target"]): p["bandwidth_bytes_per_second"]
@@ -62,77 +71,31 @@ def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
 @repeat_if_spoiled
 @pytest.mark.forked
 def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, probe):
-    racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]
-    cluster = make_cluster(8, rate="400mbit", racks=racks, trunk_rate="800mbit")
+    racks = [["n1", "n2"], ["n3", "n4"]]
+    cluster = make_cluster(4, rate="400mbit", racks=racks, trunk_rate="400mbit")
     done = probe(cluster, "--quick", "--json")
     assert done.returncode == 0, done
     output = json.loads(done.stdout)
     (finding,) = [each for each in output["findings"] if each["kind"] == "oversubscribed_uplink"]
-    # Eight hosts share the machine's cores. A link may be slightly slow, but no host is at fault.
+    # The hosts share the machine's cores. A link may be slightly slow, but no host is at fault.
     others = [each for each in output["findings"] if each is not finding]
     assert all(each["kind"] in ("slow_link", "noisy_link") and each["severity"] != "error" for each in others), others
     assert finding["ratio"] == pytest.approx(2.0, abs=0.25)
     hosts = finding["hosts"]
-    assert sorted([sorted(hosts[:4]), sorted(hosts[4:])]) == racks
+    assert sorted([sorted(hosts[:2]), sorted(hosts[2:])]) == racks
 
 
 @pytest.mark.prioritized
 @repeat_if_spoiled
 @pytest.mark.forked
-def test_what_is_measured_is_written_and_drawn(make_cluster, probe, tmp_path):
-    cluster = make_cluster(3, rate="400mbit")
-    topology = tmp_path / "topology.yaml"
-    topology.write_text("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
-    done = probe(cluster, "-o", topology, "--plot", tmp_path / "links.png")
-    assert done.returncode == 0, done
-    assert "no findings" in done.stdout, done
-    assert "all-reduce over gloo" in done.stdout, done.stdout[-300:]
-    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
-    assert not topology.with_name("topology.yaml.partial.jsonl").exists()
-    text = topology.read_text()
-    assert text.startswith("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
-    measured = read_topology(topology).measured
-    curves = {(p.source, p.target): p.curve for p in measured.pairs if p.transport == "mpi" and p.load == "alone"}
-    assert len(curves) == 6
-    for curve in curves.values():
-        assert [point.size_bytes for point in curve] == [8 * 4**n for n in range(11)]
-        large = curve[-1]
-        assert large.size_bytes * 8 / large.seconds == pytest.approx(382e6, rel=0.06)
-    assert {(p.transport, p.load, p.both_ways) for p in measured.pairs} >= {
-        ("tcp", "alone", False), ("tcp", "together", True), ("mpi", "alone", False)
-    }  # fmt: skip
-    assert {collective.ranks for collective in measured.collectives} == {2, 3}
-    assert {link.host for link in measured.inside} == {"n1", "n2", "n3"}
-    [machine] = measured.machines  # all virtual hosts are one machine
-    assert (set(machine.hosts), machine.processors) == ({"n1", "n2", "n3"}, len(os.sched_getaffinity(0)))
-
-
-@pytest.mark.prioritized
-@repeat_if_spoiled
-@pytest.mark.forked
-def test_what_became_worse_since_an_earlier_probe_is_told(make_cluster, probe, tmp_path):
-    cluster = make_cluster(3, rate="400mbit")
-    earlier = tmp_path / "earlier.yaml"
-    assert probe(cluster, "--quick", "-o", earlier).returncode == 0
-    (group,) = read_topology(earlier).nodes  # a new file has the hosts' own inventories
-    assert len(group.host_names) == len(cluster.hosts) and group.cores and group.memory
-    cluster.shape("n2", "200mbit")
-    done = probe(cluster, "--quick", "--baseline", earlier, "--json")
-    worse = [f for f in json.loads(done.stdout)["findings"] if f["kind"] == "worse_than_baseline"]
-    assert worse and all("n2" in finding["hosts"] for finding in worse), done
-
-
-@pytest.mark.prioritized
-@repeat_if_spoiled
-@pytest.mark.forked
-def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_cluster, probe, tmp_path):
+def test_every_link_card_and_rank_is_measured_written_and_drawn(make_cluster, probe, tmp_path):
     cluster = make_cluster(3, slots=2, rate="200mbit", second_rates={"n1": "400mbit", "n2": "400mbit", "n3": "300mbit"})
-    topology = tmp_path / "topology.yaml"
+    topology, written = tmp_path / "topology.yaml", tmp_path / "written.yaml"
     topology.write_text("nodes:\n  - hosts: n[1-2]\n")
     done = probe(cluster, "-o", topology)
     assert (done.returncode, done.stdout) == (2, ""), done
-    written = tmp_path / "written.yaml"
-    done = probe(cluster, "-o", written, "--json", "--topology", topology)
+    written.write_text("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
+    done = probe(cluster, "-o", written, "--plot", tmp_path / "links.png", "--json", "--topology", topology)
     assert done.returncode == 0, done
     assert "topology.yaml:1: $.nodes: n3 " in done.stderr
     output = json.loads(done.stdout)
@@ -153,13 +116,31 @@ def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_clu
     largest = max(point[0] for point in collectives[3]["curve"])
     told = any(note.startswith("all-reduce over 3 hosts: sizes above") for note in output["notes"])
     assert told == (largest < 64 << 20)
+
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+    assert not written.with_name("written.yaml.partial.jsonl").exists()
+    assert written.read_text().startswith("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
     way = link_between(read_topology(written), "n1", "n2")
     assert way.bandwidth_bytes_per_second * 8 == pytest.approx(191e6, rel=0.05)  # the NIC of the job
+    measured = read_topology(written).measured
+    curves = {(p.source, p.target): p.curve for p in measured.pairs if p.transport == "mpi" and p.load == "alone"}
+    assert len(curves) == 6
+    for curve in curves.values():
+        assert [point.size_bytes for point in curve] == [8 * 4**n for n in range(11)]
+        large = curve[-1]
+        assert large.size_bytes * 8 / large.seconds == pytest.approx(191e6, rel=0.06)
+    assert {(p.transport, p.load, p.both_ways) for p in measured.pairs} >= {
+        ("tcp", "alone", False), ("tcp", "together", True), ("mpi", "alone", False)
+    }  # fmt: skip
+    assert {link.host for link in measured.inside} == {"n1", "n2", "n3"}
+    [machine] = measured.machines  # all virtual hosts are one machine
+    assert (set(machine.hosts), machine.processors) == ({"n1", "n2", "n3"}, len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.forked
 def test_a_further_network_that_passes_nothing_costs_seconds_and_is_told_of(make_cluster, probe):
     cluster = make_cluster(4, rate="400mbit", second_rates={f"n{n}": "400mbit" for n in range(1, 5)})
+    cluster.hostfile.write_text("n1 slots=2\nn2\nn3\nn4 role=server\n")  # servers are probed, too
     subprocess.run(["ip", "-n", cluster.switch_namespace, "link", "set", "second", "down"], check=True)
     done = probe(cluster, "--quick", "--json")
     assert done.returncode == 0, done
@@ -170,17 +151,10 @@ def test_a_further_network_that_passes_nothing_costs_seconds_and_is_told_of(make
 
 
 @pytest.mark.forked
-def test_servers_are_probed_and_a_host_by_itself(make_cluster, probe, tmp_path):
+def test_a_host_is_probed_by_itself(make_cluster, probe, tmp_path):
     cluster = make_cluster(2, slots=2, rate="400mbit")
-    cluster.hostfile.write_text("n1 slots=2\nn2 role=server\n")
-    done = probe(cluster, "--quick", "--json")
-    assert done.returncode == 0, done
-    assert {(p["source"], p["target"]) for p in json.loads(done.stdout)["measured"]["pairs"]} == {
-        ("n1", "n2"),
-        ("n2", "n1"),
-    }
     done = probe(cluster, "--exclude", "n2", "-o", tmp_path / "one.yaml")
-    assert done.returncode == 0, done
+    assert done.returncode == 0 and "all-reduce over gloo" in done.stdout, done
     measured = read_topology(tmp_path / "one.yaml").measured
     assert [(each.hosts, each.ranks) for each in measured.collectives] == [(("n1",), 2)]
     assert [link.host for link in measured.inside] == ["n1"]
@@ -189,7 +163,7 @@ def test_servers_are_probed_and_a_host_by_itself(make_cluster, probe, tmp_path):
 
 @pytest.mark.forked
 def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_path):
-    cluster = make_cluster(5, rate="400mbit")
+    cluster = make_cluster(4, rate="400mbit")
     command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--json", "--quick"]
     process = cluster.popen("n1", command, env=ENV, cwd=tmp_path)
     wait_for(tmp_path / "run/records.jsonl", "together/tcp/0")
@@ -201,7 +175,7 @@ def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_p
     assert output["whole"] is True
     assert ("host_lost", "error", ["n3"]) in kinds(output)
     whole = {(p["source"], p["target"]) for p in output["measured"]["pairs"] if p["load"] == "together"}
-    left = ("n1", "n2", "n4", "n5")
+    left = ("n1", "n2", "n4")
     assert whole >= {(a, b) for a in left for b in left if a != b}
     assert cluster.left_over(within_seconds=6) == {}
 
@@ -231,7 +205,7 @@ def test_a_host_that_freezes_is_blamed_and_keeps_nobody_waiting(make_cluster, tm
 
 @pytest.mark.forked
 def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
-    cluster = make_cluster(6, rate="400mbit")
+    cluster = make_cluster(5, rate="400mbit")
     topology = tmp_path / "topology.yaml"
     partial = tmp_path / "topology.yaml.partial.jsonl"
     command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--quick", "-o", topology]
@@ -254,7 +228,7 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
     finished = [json.loads(line)["stage"] for line in before if '"type":"done"' in line]
     assert finished and all(f'"stage":"{step}"' not in again for step in finished)
     pairs = {(p.source, p.target) for p in read_topology(topology).measured.pairs if p.load == "together"}
-    assert len(pairs) == 30
+    assert len(pairs) == 20
 
 
 def wait_for(path, word, seconds=120.0):

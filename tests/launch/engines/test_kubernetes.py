@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from distrib_launch.cli import launch as cli
 from distrib_launch.engines import kubernetes
-from tests.conftest import LAUNCH, ROOT
+from tests.conftest import ROOT
 
 SCHEMA = json.loads((ROOT / "tests/schemas/mpijob-v2beta1.json").read_text())
 CRD = os.environ.get("DISTRIB_MPIJOB_CRD")
@@ -31,11 +31,11 @@ SCRIPT = "examples/train_cnn.py"
 
 
 @pytest.fixture
-def manifest(launch):
+def manifest(launch_in_process):
     """Return a function that parses the printed manifest as `kubectl` would."""
 
-    def read(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-        run = launch(*IMAGE, *arguments, env=env)
+    def read(*arguments: object) -> dict[str, Any]:
+        run = launch_in_process(*IMAGE, *arguments)
         assert run.code == 0, run
         loaded = yaml.safe_load(run.out)
         assert isinstance(loaded, dict)
@@ -91,10 +91,9 @@ def test_options_for_the_job_travel_and_those_for_the_hosts_do_not(manifest):
     assert (env["NCCL_DEBUG"], env["LEARNING_RATE"]) == ("INFO", "0.1")
 
 
-def test_secrets_are_not_in_the_manifest(launch):
-    run = launch(
-        *IMAGE, *HOSTS, "--json", "-x", "MY_PASSWORD=s3cret", SCRIPT, env={"WANDB_API_KEY": "s3cret", "HF_HOME": "/h"}
-    )
+def test_secrets_are_not_in_the_manifest(launch_in_process):
+    words = (*IMAGE, *HOSTS, "--json", "-x", "MY_PASSWORD=s3cret", SCRIPT)
+    run = launch_in_process(*words, env={"WANDB_API_KEY": "s3cret", "HF_HOME": "/h"})
     assert run.code == 0 and "s3cret" not in run.out, run
     job = json.loads(run.out)
     jsonschema.validate(job, SCHEMA)
@@ -105,23 +104,23 @@ def test_secrets_are_not_in_the_manifest(launch):
         assert f'--from-literal={name}="${name}"' in run.err
 
 
-def test_what_the_launcher_inside_is_given_is_a_command_line_that_it_reads(manifest, launch):
+def test_what_the_launcher_inside_is_given_is_a_command_line_that_it_reads(manifest, launch_in_process):
     job = manifest(*HOSTS, "--timeout", "90", "--hang-timeout", "2m", "--grace", "30", "--bind", "numa", "-v", SCRIPT)
     command = container(job, "Launcher")["command"]
     assert job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["terminationGracePeriodSeconds"] > 30 + 30
-    run = launch("--dry-run", "--json", "-H", "w[1-4]:8", *command[3:-1], ROOT / SCRIPT)
+    run = launch_in_process("--dry-run", "--json", "-H", "w[1-4]:8", *command[3:-1], ROOT / SCRIPT)
     assert run.code == 0, run
     assert json.loads(run.out)["bind"] == "numa"
 
 
 @pytest.mark.parametrize("servers", [(), ("--servers", "1")])
-def test_parameter_servers_take_no_slots_and_no_gpus(manifest, launch, servers):
+def test_parameter_servers_take_no_slots_and_no_gpus(manifest, launch_in_process, servers):
     job = manifest("-H", "w[1-2]:8", "--mode", "async", *servers, SCRIPT)
     assert job["spec"]["slotsPerWorker"] == 8
     resources = container(job, "Worker")["resources"]
     assert resources == {"requests": {"cpu": "9"}, "limits": {"nvidia.com/gpu": "8"}}
     inside = container(job, "Launcher")["command"][3:-1]
-    run = launch("--dry-run", "--json", "-H", "w[1-2]:8", *inside, ROOT / SCRIPT)
+    run = launch_in_process("--dry-run", "--json", "-H", "w[1-2]:8", *inside, ROOT / SCRIPT)
     assert run.code == 0, run
     assert json.loads(run.out)["world_size"] == 16
 
@@ -129,13 +128,13 @@ def test_parameter_servers_take_no_slots_and_no_gpus(manifest, launch, servers):
 @pytest.mark.parametrize(
     ("given", "told"), [("14d", "1209600"), ("1d", "86400"), ("1234567.25", "1234567.25"), ("0.5", "0.5"), ("90", "90")]
 )
-def test_times_arrive_with_all_their_digits(manifest, launch, given, told):
+def test_times_arrive_with_all_their_digits(manifest, given, told):
     command = container(manifest(*HOSTS, "--timeout", given, SCRIPT), "Launcher")["command"]
     assert command[command.index("--timeout") + 1] == told
 
 
-def test_a_module_gives_its_name_to_note_and_job(launch):
-    run = launch(*IMAGE, *HOSTS, "--json", "-m", "package.train_it", "--epochs", "3")
+def test_a_module_gives_its_name_to_note_and_job(launch_in_process):
+    run = launch_in_process(*IMAGE, *HOSTS, "--json", "-m", "package.train_it", "--epochs", "3")
     assert run.code == 0, run
     assert "note: package.train_it " in run.err
     assert json.loads(run.out)["metadata"]["name"].startswith("train-it-")
@@ -164,11 +163,9 @@ def test_workers_are_given_what_they_need_besides_gpus(manifest):
         (["--pod-resource", "rdma=1"], "'rdma=1' is not a valid resource; write such as rdma/hca_shared_devices_a=1"),
     ],
 )
-@pytest.mark.processes
-def test_what_pods_need_for_infiniband_is_said(words, says):
-    command = [str(LAUNCH), "--engine", "kubernetes", "--image", "i", *HOSTS, *words, SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert says in done.stderr and ("RDMA" in done.stderr) == ("RDMA" in says), done.stderr
+def test_what_pods_need_for_infiniband_is_said(launch_in_process, words, says):
+    run = launch_in_process(*IMAGE, *HOSTS, *words, SCRIPT)
+    assert says in run.err and ("RDMA" in run.err) == ("RDMA" in says), run
 
 
 def test_options_that_mean_nothing_to_pods_are_noted(monkeypatch, capsys):
@@ -186,12 +183,12 @@ def test_a_runtime_class_is_for_pods_with_gpus(manifest):
     assert "runtimeClassName" not in pod(job, "Launcher")
 
 
-def test_it_is_written_to_a_file_and_as_json(launch, tmp_path):
-    run = launch(*IMAGE, *HOSTS, "--manifest", tmp_path / "job.yaml", SCRIPT)
+def test_it_is_written_to_a_file_and_as_json(launch_in_process, tmp_path):
+    run = launch_in_process(*IMAGE, *HOSTS, "--manifest", tmp_path / "job.yaml", SCRIPT)
     assert (run.code, run.out) == (0, ""), run
     assert f"kubectl create -f {tmp_path}/job.yaml" in run.err
     jsonschema.validate(yaml.safe_load((tmp_path / "job.yaml").read_text()), SCHEMA)
-    run = launch(*IMAGE, *HOSTS, "--json", SCRIPT)
+    run = launch_in_process(*IMAGE, *HOSTS, "--json", SCRIPT)
     jsonschema.validate(json.loads(run.out), SCHEMA)
     assert not run.run_dir.exists()
 
@@ -211,8 +208,8 @@ def test_it_is_written_to_a_file_and_as_json(launch, tmp_path):
         ([*IMAGE, *HOSTS, "--manifest", "/nowhere/job.yaml", SCRIPT], "--manifest /nowhere/job.yaml: No such file"),
     ],
 )
-def test_what_cannot_be(launch, arguments, what):
-    run = launch(*arguments)
+def test_what_cannot_be(launch_in_process, arguments, what):
+    run = launch_in_process(*arguments)
     assert run.code == 2, run
     assert what in run.err.splitlines()[-1]
 

@@ -84,8 +84,8 @@ def test_another_interface_is_advised_only_for_mpirun(monkeypatch, engine, advic
     assert ("--interface" in str(refused.value)) == advice
 
 
-def test_a_missing_srun_is_refused(launch, tmp_path):
-    run = launch("--engine", "srun", "-H", "a:1", JOB, env={"PATH": str(tmp_path)})
+def test_a_missing_srun_is_refused(launch_in_process, tmp_path):
+    run = launch_in_process("--engine", "srun", "-H", "a:1", JOB, env={"PATH": str(tmp_path)})
     assert run.code == 2, run
     assert (
         run.err == "distrib-launch: error: --engine srun: no srun here; run it where Slurm is, or use --engine mpirun\n"
@@ -93,10 +93,10 @@ def test_a_missing_srun_is_refused(launch, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "kind"), [("", "pmix"), ("srun: error: Invalid MPI type 'pmix'", "none")])
-def test_pmix_is_used_if_slurm_has_it(launch, tmp_path, words, kind):
+def test_pmix_is_used_if_slurm_has_it(launch_in_process, tmp_path, words, kind):
     (tmp_path / "srun").write_text(f"#!/bin/sh\necho {shlex.quote(words)} >&2\n")
     (tmp_path / "srun").chmod(0o755)
-    run = launch(
+    run = launch_in_process(
         "--engine", "srun", "-H", "a:2,b:1", "--dry-run", "-v", JOB, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     )
     assert run.code == 0, run
@@ -104,14 +104,14 @@ def test_pmix_is_used_if_slurm_has_it(launch, tmp_path, words, kind):
     assert ("this Slurm has no PMIx" in run.out) == (kind == "none")
 
 
-def test_gpus_that_slurm_binds_to_tasks_are_shown_to_all_ranks_of_a_host(launch, tmp_path):
+def test_gpus_that_slurm_binds_to_tasks_are_shown_to_all_ranks_of_a_host(launch_in_process, tmp_path):
     """Each rank takes its own GPU among those of its host."""
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     words = ("--engine", "srun", "-H", "a:2", "--dry-run", "-v", JOB)
-    assert "--gpu-bind" not in launch(*words, env=env).out
-    assert "--gpu-bind=none " in launch(*words, env={**env, "SLURM_GPUS_PER_TASK": "1"}).out
+    assert "--gpu-bind" not in launch_in_process(*words, env=env).out
+    assert "--gpu-bind=none " in launch_in_process(*words, env={**env, "SLURM_GPUS_PER_TASK": "1"}).out
 
 
 @pytest.mark.parametrize(
@@ -125,38 +125,40 @@ def test_gpus_that_slurm_binds_to_tasks_are_shown_to_all_ranks_of_a_host(launch,
         ("a gpu:8\nb gpu:8", ("-x", "CUDA_VISIBLE_DEVICES="), 0),
     ],
 )
-def test_gpus_are_requested_if_all_hosts_have_them_in_slurm(launch, tmp_path, knows, words, gpus):
+def test_gpus_are_requested_if_all_hosts_have_them_in_slurm(launch_in_process, tmp_path, knows, words, gpus):
     for name, text in (("srun", ""), ("sinfo", f"cat <<'E'\n{knows}\nE\n")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    run = launch("--engine", "srun", "-H", "a:3,b:1", *words, "--dry-run", "-v", JOB, env=env)
+    run = launch_in_process("--engine", "srun", "-H", "a:3,b:1", *words, "--dry-run", "-v", JOB, env=env)
     assert run.code == 0, run
     assert re.findall(r"--gres=gpu:(\d+) ", run.out) == ([str(gpus)] if gpus else [])
     assert (f"{gpus} GPU(s) are requested on each host" in run.out) == bool(gpus)
     assert (
         "--gres"
-        not in launch("--engine", "srun", "-H", "a:3,b:1", "--dry-run", "-v", JOB, env={**env, "SLURM_GPUS": "4"}).out
+        not in launch_in_process(
+            "--engine", "srun", "-H", "a:3,b:1", "--dry-run", "-v", JOB, env={**env, "SLURM_GPUS": "4"}
+        ).out
     )
 
 
 @pytest.mark.parametrize(("grace", "before"), [("5s", 30), ("20.5s", 31), ("2m", 130), ("30d", 65535)])
-def test_slurm_signals_a_job_early_enough_for_the_grace(launch, tmp_path, grace, before):
+def test_slurm_signals_a_job_early_enough_for_the_grace(launch_in_process, tmp_path, grace, before):
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
-    run = launch(
+    run = launch_in_process(
         *("--engine", "srun", "-H", "a:2", "--grace", grace, "--dry-run", "-v", JOB),
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )
     assert f" --signal=TERM@{before} " in run.out, run
 
 
-def test_hosts_with_their_own_interpreter_get_a_program_file(launch, tmp_path):
+def test_hosts_with_their_own_interpreter_get_a_program_file(launch_in_process, tmp_path):
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     (tmp_path / "hosts.txt").write_text("a slots=2\nb slots=1 python=/opt/b/bin/python\n")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    run = launch("--engine", "srun", "-H", tmp_path / "hosts.txt", "--dry-run", "--json", JOB, env=env)
+    run = launch_in_process("--engine", "srun", "-H", tmp_path / "hosts.txt", "--dry-run", "--json", JOB, env=env)
     plan = msgspec.json.decode(run.out, type=LaunchPlan)
     srun.ENGINE.write_files(tmp_path, plan)
     assert plan.command[-2:] == ("--multi-prog", f"{plan.run_dir}/srun-programs.txt")

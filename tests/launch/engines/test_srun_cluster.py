@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import JOB, LAUNCH, ROOT, SCRIPTS, TOPO
+from tests.conftest import JOB, LAUNCH, SCRIPTS, TOPO
 from tests.virtual_cluster import Cluster, slurm
 
 WHERE = SCRIPTS / "where.py"
@@ -74,6 +74,11 @@ def result_in(tmp_path):
     return json.loads((tmp_path / "run/result.json").read_text())
 
 
+def _folder(path):
+    path.mkdir()
+    return path
+
+
 def nothing_left(cluster):
     assert wait_for(lambda: not cluster.jobs())
     assert cluster.left_over(within_seconds=6) == {}
@@ -82,7 +87,7 @@ def nothing_left(cluster):
 class TestInAnAllocation:
     pytestmark = needs_slurm
 
-    def test_a_batch_job_needs_no_hosts(self, make_slurm, tmp_path):
+    def test_a_batch_job_needs_no_hosts_and_may_choose_them(self, make_slurm, tmp_path):
         cluster = make_slurm(3)
         code, out = batch(
             cluster, tmp_path, JOB, "--mpi", "*:environment", allocation=["--nodes=3", "--ntasks-per-node=2"]
@@ -98,6 +103,12 @@ class TestInAnAllocation:
         assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == ("5", "6", "1", "2")
         assert told["DISTRIB_ADDRESS"] == "198.18.0.3"
         nothing_left(cluster)
+        words = ("--engine", "srun", "-H", "n3:1,n1:2", WHERE)
+        code, out = batch(cluster, _folder(tmp_path / "chosen"), *words, allocation=["-N3", "--ntasks-per-node=1"])
+        assert code == 0, out
+        seen = [(tmp_path / f"chosen/run/ranks/{rank}.out").read_text().strip() for rank in range(3)]
+        assert seen == ["n3", "n1", "n1"]
+        nothing_left(cluster)
 
     def test_the_first_failure_is_named_with_its_code(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
@@ -107,6 +118,7 @@ class TestInAnAllocation:
         assert (failure["rank"], failure["host"], failure["exit_code"]) == (2, "n2", 7)
         nothing_left(cluster)
 
+    @pytest.mark.forked
     def test_another_step_can_follow_a_failed_one(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
         words = ("--max-restarts", "1", SCRIPTS / "restarts.py", "3", "0:1:1:boom")
@@ -114,13 +126,6 @@ class TestInAnAllocation:
         assert code == 0, out
         assert "start 1 of 2 ranks from epoch 2" in out
         assert result_in(tmp_path)["restarts"] == 1
-        nothing_left(cluster)
-
-    def test_fewer_ranks_than_tasks(self, make_slurm, tmp_path):
-        cluster = make_slurm(3)
-        code, out = batch(cluster, tmp_path, "-np", "3", WHERE, allocation=["-N3", "--ntasks-per-node=2"])
-        assert code == 0, out
-        assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
         nothing_left(cluster)
 
     def test_ranks_follow_the_gpus_of_the_allocation(self, make_slurm, tmp_path):
@@ -139,8 +144,7 @@ class TestInAnAllocation:
                 (["--ntasks-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
             ]
         ):  # fmt: skip
-            folder = tmp_path / str(number)
-            folder.mkdir()
+            folder = _folder(tmp_path / str(number))
             code, out = batch(cluster, folder, "--no-preflight", *words, WHERE, allocation=["-N2", *allocation])
             assert code == 0, (allocation, out)
             ranks = result_in(folder)["ranks"]
@@ -151,17 +155,17 @@ class TestInAnAllocation:
             assert "Warning" not in (folder / "run/engine.log").read_text(), allocation
             nothing_left(cluster)
 
-    def test_ranks_without_gpus_are_one_per_host_or_per_task(self, make_slurm, tmp_path):
+    def test_ranks_without_gpus_are_one_per_host_or_per_task_or_fewer(self, make_slurm, tmp_path):
         cluster = make_slurm(2, slots=4)
         for number, (allocation, words, hosts) in enumerate(
             [
                 (["--exclusive"], ("-v",), ["n1", "n2"]),
                 (["--exclusive", "--ntasks-per-node=1"], ("-np", "5"), ["n1", "n1", "n1", "n2", "n2"]),
                 (["--ntasks=3"], (), ["n1", "n1", "n2"]),
+                (["--ntasks-per-node=2"], ("-np", "2"), ["n1", "n1"]),
             ]
         ):
-            folder = tmp_path / str(number)
-            folder.mkdir()
+            folder = _folder(tmp_path / str(number))
             code, out = batch(cluster, folder, *words, WHERE, allocation=["-N2", *allocation])
             assert code == 0, (allocation, out)
             assert [rank["host"] for rank in result_in(folder)["ranks"]] == hosts, allocation
@@ -175,45 +179,45 @@ class TestInAnAllocation:
             ] * few, (allocation, out)
             nothing_left(cluster)
 
-    def test_gpus_of_gres_are_found_without_variables_of_salloc(self, make_slurm, tmp_path):
+    def test_gpus_of_gres_are_found_without_variables_of_salloc_and_without_a_login(self, make_slurm, tmp_path):
         cluster = make_slurm(2, gpus=2)
         words = ["salloc", "-N2", "--gres=gpu:2", LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", WHERE]
         allocated = cluster.run("n1", words, timeout=200)
         assert allocated.returncode == 0, allocated
         ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
         assert ranks == [("n1", "cuda:0"), ("n1", "cuda:1"), ("n2", "cuda:0"), ("n2", "cuda:1")], allocated
+        checked = cluster.run("n1", ["salloc", "-N2", "--exclusive", "--gres=gpu:2", TOPO, "check", "--json"])
+        report = json.loads(checked.stdout)
+        assert (checked.returncode, report["by"]) == (0, "srun"), checked
+        assert "srun" in {check["check"] for check in report["checks"]}
+        # The GPUs of the step. The process that checks is not part of it.
+        assert [facts["visible_gpus"] for facts in report["inventories"].values()] == ["0,1", "0,1"]
         nothing_left(cluster)
 
-    @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda:{}")])
-    def test_inside_a_step_of_the_allocation(self, make_slurm, tmp_path, gpus, device):
-        cluster = make_slurm(2, gpus=gpus)
-        step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", WHERE]
-        words = ["-N2", "--ntasks-per-node=2", *([f"--gpus-per-node={gpus}"] if gpus else [])]
-        allocated = cluster.run("n1", ["salloc", *words, *step], timeout=200)
-        assert allocated.returncode == 0, allocated
-        ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
-        assert ranks == [(host, device.format(n)) for host in ("n1", "n2") for n in (0, 1)], allocated
-        nothing_left(cluster)
+    def test_inside_a_step_of_the_allocation(self, make_slurm, tmp_path):
+        cluster = make_slurm(2, gpus=2)
+        for gpus, device in ([], "cpu"), (["--gpus-per-node=2"], "cuda:{}"):
+            folder = _folder(tmp_path / device[:3])
+            step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--no-preflight", "--run-dir", folder / "run", WHERE]
+            allocated = cluster.run("n1", ["salloc", "-N2", "--ntasks-per-node=2", *gpus, *step], timeout=200)
+            assert allocated.returncode == 0, allocated
+            ranks = [(rank["host"], rank["device"]) for rank in result_in(folder)["ranks"]]
+            assert ranks == [(host, device.format(n)) for host in ("n1", "n2") for n in (0, 1)], allocated
+            nothing_left(cluster)
 
-    def test_hosts_of_the_allocation_can_be_chosen(self, make_slurm, tmp_path):
-        cluster = make_slurm(3)
-        code, out = batch(
-            cluster, tmp_path, "--engine", "srun", "-H", "n3:1,n1:2", WHERE, allocation=["-N3", "--ntasks-per-node=1"]
-        )
-        assert code == 0, out
-        assert [(tmp_path / f"run/ranks/{rank}.out").read_text().strip() for rank in range(3)] == ["n3", "n1", "n1"]
-        nothing_left(cluster)
-
-    @pytest.mark.parametrize("mpi", ["pmix", "none"])
     @pytest.mark.forked
-    def test_the_library_trains_with_and_without_mpi(self, make_slurm, tmp_path, mpi):
+    def test_the_library_trains_alike_with_and_without_mpi(self, make_slurm, tmp_path):
         cluster = make_slurm(2, slots=1)
-        script = ROOT / "examples/train_cnn.py"
-        allocation = ["-N2", "--ntasks-per-node=1", f"--export=ALL,SLURM_MPI_TYPE={mpi}"]
-        code, out = batch(cluster, tmp_path, script, "--epochs", "1", allocation=allocation)
-        assert code == 0, out
-        assert "validation accuracy" in out
-        nothing_left(cluster)
+        trained = set()
+        for mpi in ("pmix", "none"):
+            folder = _folder(tmp_path / mpi)
+            allocation = ["-N2", "--ntasks-per-node=1", f"--export=ALL,SLURM_MPI_TYPE={mpi}", f"--chdir={folder}"]
+            code, out = batch(cluster, folder, SCRIPTS / "restarts.py", "2", allocation=allocation)
+            assert code == 0, out
+            assert "start 0 of 2 ranks" in out
+            trained |= set(re.findall(r"parameters \[.*\]", out))
+            nothing_left(cluster)
+        assert len(trained) == 1, trained
 
     def test_preflight_runs_through_srun(self, make_slurm, tmp_path):
         cluster = make_slurm(3, second_rates={"n1": "1gbit", "n2": "1gbit", "n3": "1gbit"})
@@ -253,34 +257,15 @@ class TestInAnAllocation:
         assert re.search(r"n7: srun: Slurm .*: srun: error:", out), out
         nothing_left(cluster)
 
-    def test_check_needs_no_login(self, make_slurm):
-        cluster = make_slurm(2, gpus=2)
-        words = ["salloc", "-N2", "--exclusive", "--gres=gpu:2", TOPO, "check"]
-        run = cluster.run("n1", [*words, "--json"])
-        report = json.loads(run.stdout)
-        assert (run.returncode, report["by"]) == (0, "srun"), run
-        assert "srun" in {check["check"] for check in report["checks"]}
-        # The GPUs of the step. The process that checks is not part of it.
-        assert [facts["visible_gpus"] for facts in report["inventories"].values()] == ["0,1", "0,1"]
-        nothing_left(cluster)
-
-    def test_mpirun_works_inside_an_allocation(self, make_slurm, tmp_path):
-        cluster = make_slurm(2)
-        code, out = batch(
-            cluster, tmp_path, "--engine", "mpirun", JOB, "--mpi", allocation=["-N2", "--ntasks-per-node=2"]
-        )
-        assert code == 0, out
-        assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
-        nothing_left(cluster)
-
     def test_mpirun_follows_the_plan_instead_of_the_tasks_of_slurm(self, make_slurm, tmp_path):
         cluster = make_slurm(2, slots=4)
+        allocation = ["-N2", "--ntasks-per-node=2"]
+        code, out = batch(cluster, tmp_path, "--engine", "mpirun", JOB, "--mpi", allocation=allocation)
+        assert code == 0, out
+        assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
         for hosts, ranks in ("localhost:4", ["n1"] * 4), ("n2:1,n1:3", ["n2", "n1", "n1", "n1"]):
-            folder = tmp_path / ranks[0]
-            folder.mkdir()
-            code, out = batch(
-                cluster, folder, "--engine", "mpirun", "-H", hosts, WHERE, allocation=["-N2", "--ntasks-per-node=2"]
-            )
+            folder = _folder(tmp_path / ranks[0])
+            code, out = batch(cluster, folder, "--engine", "mpirun", "-H", hosts, WHERE, allocation=allocation)
             assert code == 0, (hosts, out)
             seen = [(folder / f"run/ranks/{rank}.out").read_text().strip() for rank in range(4)]
             assert seen == ranks
@@ -351,45 +336,54 @@ class TestOutsideAnAllocation:
         assert "rank 1 on n2 failed first: RuntimeError: boom in rank 1" in run.err
         nothing_left(cluster)
 
-    @pytest.mark.parametrize("saves", [False, True])
-    def test_scancel_stops_the_job(self, make_slurm, tmp_path, saves):
+    def test_scancel_stops_the_job(self, make_slurm, tmp_path):
         """The job stops too if the script saves on SIGTERM and exits with code 0."""
         cluster = make_slurm(2)
-        script = tmp_path / "waits.py"
-        handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if saves else ""
-        script.write_text(
-            f"import os, pathlib, signal, sys, time\n{handler}"
-            f"pathlib.Path({str(tmp_path)!r}, 'there' + os.environ['RANK']).touch()\ntime.sleep(60)\n"
-        )
-        command = [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", script]
-        process = cluster.popen("n1", command)
-        wait_for(lambda: len([*tmp_path.glob("there*")]) == 2)
-        cluster.run("n1", ["scancel", cluster.jobs()[0].split()[0]], check=True)
-        _, err = process.communicate(timeout=50)
-        result = result_in(tmp_path)
-        assert (result["status"], result["exit_code"]) == ("stopped", 128 + signal.SIGTERM), err
-        assert "Slurm ended the job" in err
-        nothing_left(cluster)
+        for handler in "", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n":
+            folder = _folder(tmp_path / ("saves" if handler else "ends"))
+            (folder / "waits.py").write_text(
+                f"import os, pathlib, signal, sys, time\n{handler}"
+                f"pathlib.Path({str(folder)!r}, 'there' + os.environ['RANK']).touch()\ntime.sleep(60)\n"
+            )
+            command = [LAUNCH, "--run-dir", folder / "run", "--engine", "srun", "-H", "n1:1,n2:1", folder / "waits.py"]
+            process = cluster.popen("n1", command)
+            wait_for(lambda folder=folder: len([*folder.glob("there*")]) == 2)
+            cluster.run("n1", ["scancel", cluster.jobs()[0].split()[0]], check=True)
+            _, err = process.communicate(timeout=50)
+            result = result_in(folder)
+            assert (result["status"], result["exit_code"]) == ("stopped", 128 + signal.SIGTERM), err
+            assert "Slurm ended the job" in err
+            nothing_left(cluster)
 
-    @pytest.mark.parametrize("victim", ["distrib-launch", "srun"])
-    def test_nothing_is_left_when_launcher_or_srun_is_killed(self, make_slurm, tmp_path, victim):
+    def test_nothing_is_left_when_launcher_or_srun_is_killed(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
-        process = cluster.popen(
-            "n1", [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", JOB, "*:children"]
-        )
-        for line in process.stdout:
-            if "has children" in line:
-                break
-        token = next(iter(re.findall(rb"DISTRIB_TOKEN=(\w+)", environ_of(cluster, "n1", "srun"))))
-        for host in cluster.hosts:
-            assert not [c for c in cluster.processes(host).values() if token.decode() in c]
-        pids = [pid for pid, command in cluster.processes("n1").items() if re.search(rf"/{victim}( |$)", command[:200])]
-        assert pids and (process.pid in pids) == (victim == "distrib-launch")
-        for pid in [process.pid] if victim == "distrib-launch" else pids:
-            os.kill(pid, signal.SIGKILL)
-        _, err = process.communicate(timeout=50)
-        assert process.returncode != 0, err
-        nothing_left(cluster)
+        for victim in "distrib-launch", "srun":
+            command = [
+                LAUNCH,
+                "--run-dir",
+                tmp_path / f"run-{victim}",
+                "--engine",
+                "srun",
+                "-H",
+                "n1:1,n2:1",
+                JOB,
+                "*:children",
+            ]
+            process = cluster.popen("n1", command)
+            for line in process.stdout:
+                if "has children" in line:
+                    break
+            token = next(iter(re.findall(rb"DISTRIB_TOKEN=(\w+)", environ_of(cluster, "n1", "srun"))))
+            for host in cluster.hosts:
+                assert not [c for c in cluster.processes(host).values() if token.decode() in c]
+            running = cluster.processes("n1").items()
+            pids = [pid for pid, command in running if re.search(rf"/{victim}( |$)", command[:200])]
+            assert pids and (process.pid in pids) == (victim == "distrib-launch")
+            for pid in [process.pid] if victim == "distrib-launch" else pids:
+                os.kill(pid, signal.SIGKILL)
+            _, err = process.communicate(timeout=50)
+            assert process.returncode != 0, err
+            nothing_left(cluster)
 
     def test_gpus_are_requested_if_the_hosts_have_them(self, make_slurm, launch):
         cluster = make_slurm(2, gpus=2)

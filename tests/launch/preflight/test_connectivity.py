@@ -187,14 +187,14 @@ def test_no_bridge_takes_the_place_of_the_network_that_all_share():
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("verdict", ["drop", "reject with icmpx admin-prohibited"])
-def test_a_firewall_that_lets_in_ssh_alone_is_named_before_the_start(make_cluster, launch, verdict):
-    cluster = make_cluster(3)
-    cluster.wall("n3", verdict=verdict)
+def test_firewalls_that_let_in_ssh_alone_are_named_before_the_start(make_cluster, launch):
+    cluster = make_cluster(4)
+    cluster.wall("n3", verdict="drop")
+    cluster.wall("n4", verdict="reject with icmpx admin-prohibited")
     run = launch("-H", cluster.hostfile, WHERE, cluster=cluster)
     assert run.code == 3, run
-    why = "timed out" if verdict == "drop" else "No route to host"
-    assert f"error: n3: network: n1, n2 cannot reach it at {cluster.address('n3')} ({why})" in run.err
+    for host, others, why in ("n3", "n1, n2, n4", "timed out"), ("n4", "n1, n2, n3", "No route to host"):
+        assert f"error: {host}: network: {others} cannot reach it at {cluster.address(host)} ({why})" in run.err
     assert "firewall" in run.err
     assert "n1: network" not in run.err
     assert run.seconds < 30

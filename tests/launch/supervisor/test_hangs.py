@@ -71,10 +71,10 @@ def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path):
     """A rank in job.close takes no part in the collectives of other ranks."""
     script = tmp_path / "early.py"
     script.write_text(ENDS_EARLY)
-    run = launch("-np", "2", "--hang-timeout", "20s", script, timeout=150)
+    run = launch("-np", "2", "--hang-timeout", "12s", script, timeout=150)
     ended = "s: rank 0 on localhost is in job.close or MPI_Finalize, at the end of its script; 1 rank waits for it in "
-    assert f"no progress for 10 {ended}" in run.err and "for 20 s" in run.err, run
-    assert run.code == 1 and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
+    assert f"no progress for 10 {ended}" in run.err and "for 12 s" in run.err, run
+    assert run.code == 1 and f"no progress for 12 {ended}" in run.result["first_failure"]["message"]
     assert "the mean is" not in run.out
 
 
@@ -151,48 +151,27 @@ def test_a_job_without_output_has_a_minute_to_start(monkeypatch):
     assert job.run(9, IN_ALL_REDUCE, IN_LOADER).message.startswith("no progress for 5 s: rank 1 on n1")
 
 
-def test_a_hang_names_the_rank_that_is_waited_for(launch):
-    run = launch("-np", "3", "--hang-timeout", "8s", GLOO, "1:own-code", timeout=150)
-    assert run.code == 1, run
-    assert "no progress for 8 s: rank 1 on localhost is in its own code (gloo.py:" in run.err
-    assert "2 ranks wait for it in the backward pass" in run.err
-    failure = run.result["first_failure"]
-    assert (failure["rank"], failure["host"]) == (1, "localhost")
-    assert "gloo.py" in failure["traceback"]
-
-
-def test_an_mpi_job_that_hangs_names_the_call_it_waits_in(launch, tmp_path):
-    script = tmp_path / "barrier.py"
-    script.write_text(
-        "import time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
-        "if world.rank == 1:\n    time.sleep(60)\nworld.Barrier()\n"
-    )
-    run = launch("-np", "3", "--hang-timeout", "3s", script, timeout=150)
-    assert run.code == 1, run
-    assert "(barrier.py:6 in <module>); 2 ranks wait for it in Barrier" in run.err
-
-
 def test_an_mpi_rank_that_ended_early_is_named_in_a_hang(launch, tmp_path):
     script = tmp_path / "leaves.py"
     script.write_text(
         "from mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\nif world.rank == 0:\n    world.Barrier()\n"
     )
-    run = launch("-np", "2", "--hang-timeout", "3s", script, timeout=150)
+    run = launch("-np", "2", "--hang-timeout", "2s", script, timeout=150)
     assert run.code == 1, run
     assert "rank 1 on localhost is in job.close" in run.err
     assert "1 rank waits for it in Barrier" in run.err
 
 
-def test_a_rank_that_is_stopped_is_told_from_one_that_computes(launch, tmp_path):
+def test_a_stopped_rank_and_the_call_that_waits_for_it_are_named(launch, tmp_path):
     script = tmp_path / "stopped.py"
     script.write_text(
         "import os, signal\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
         "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.Barrier()\n"
     )
-    run = launch("-np", "2", "--grace", "1s", "--hang-timeout", "4s", script, timeout=150)
+    run = launch("-np", "3", "--grace", "1s", "--hang-timeout", "2s", script, timeout=150)
     assert run.code == 1, run
     assert "kill -CONT" in run.err
-    assert "(stopped.py:6 in <module>); 1 rank waits for it in Barrier" in run.err
+    assert "(stopped.py:6 in <module>); 2 ranks wait for it in Barrier" in run.err
 
 
 @pytest.mark.parametrize(("code", "state"), [("while True: pass", True), ("import time; time.sleep(60)", False)])
@@ -216,8 +195,8 @@ def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, st
 
 def test_a_script_that_computes_silently_at_its_start_is_left_alone(launch, tmp_path):
     script = tmp_path / "busy.py"
-    script.write_text("import time\nend = time.monotonic() + 5\nwhile time.monotonic() < end:\n    pass\nprint('up')\n")
-    run = launch("-np", "2", "--hang-timeout", "2s", script, timeout=150)
+    script.write_text("import time\nend = time.monotonic() + 3\nwhile time.monotonic() < end:\n    pass\nprint('up')\n")
+    run = launch("--hang-timeout", "1s", script, timeout=150)
     assert run.code == 0, run
 
 
@@ -226,26 +205,28 @@ def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
     cluster = make_cluster(2)
     run = launch("-H", cluster.hostfile, "--hang-timeout", "5s", GLOO, "1:loader", cluster=cluster, timeout=150)
     assert run.code == 1, run
-    assert "rank 1 on n2 is in the data loader (gloo.py:" in run.err
-    assert run.result["first_failure"]["host"] == "n2"
+    assert "no progress for 5 s: rank 1 on n2 is in the data loader (gloo.py:" in run.err
+    assert "1 rank waits for it in the backward pass" in run.err
+    failure = run.result["first_failure"]
+    assert (failure["rank"], failure["host"]) == (1, "n2") and "gloo.py" in failure["traceback"]
     printed = (run.run_dir / "ranks/0.out").stat().st_mtime  # its last line is its last progress
-    assert run.result["first_failure"]["time"] - printed < 20  # other ranks would wait for minutes
+    assert failure["time"] - printed < 20  # other ranks would wait for minutes
     assert cluster.left_over(within_seconds=6) == {}
 
 
 @pytest.mark.cluster
 def test_ranks_that_no_longer_reach_each_other_wait_for_all(make_cluster, tmp_path):
     cluster = make_cluster(3)
-    words = ["-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--hang-timeout", "5s", GLOO, "0:nothing"]
+    words = ["-H", "n2,n3", "--run-dir", tmp_path / "run", "--hang-timeout", "5s", GLOO, "0:nothing"]
     process = cluster.popen("n1", [LAUNCH, *words], env={"OMP_NUM_THREADS": "1"})
     assert "three steps done" in process.stdout.readline()
     cluster.part("n2", "n3")
     _, err = process.communicate(timeout=100)
     assert process.returncode == 1, err
-    assert re.search(r"all 3 ranks wait in .*; check the network", err), err
+    assert re.search(r"all 2 ranks wait in .*; check the network", err), err
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert "distrib-topo check" in err
-    assert result["first_failure"]["message"].startswith("no progress for 5 s: all 3 ranks wait")
+    assert result["first_failure"]["message"].startswith("no progress for 5 s: all 2 ranks wait")
     assert cluster.left_over(within_seconds=6) == {}
 
 

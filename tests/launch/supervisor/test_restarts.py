@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -306,27 +307,26 @@ def test_which_file_systems_hosts_have_in_common(monkeypatch, tmp_path):
     }
 
 
-@pytest.mark.processes
 def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
-    code = (
-        "import resource, sys, torch\nfrom distrib.training.checkpoint import checkpoint_format as checkpoint\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))\n"
-        "try:\n    checkpoint.write(sys.argv[1], {'x': torch.zeros(1 << 20)})\n"
-        "except OSError as error:\n    print(error.strerror)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a.pt"], capture_output=True, text=True)
-    assert done.stdout == "File too large\n", done.stderr
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint_format.write(tmp_path / "a.pt", {"x": torch.zeros(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.processes
 def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoint(tmp_path):
-    code = (
-        "import os, signal, sys\nfrom distrib.training.checkpoint import checkpoint_format as checkpoint\n"
-        "checkpoint.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "checkpoint.write(sys.argv[1], {'x': 1})\n"
-    )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "a.pt"], check=False)
+    if not (child := os.fork()):
+        try:
+            os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            checkpoint_format.write(tmp_path / "a.pt", {"x": 1})
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".a.pt.")
     checkpoint_format.write(tmp_path / "b.pt", {"x": 1})
