@@ -29,7 +29,7 @@ def test_ranks_run_where_the_plan_says_with_words_and_paths_unchanged(make_clust
         "*:environment", "x:a b", "x:'", 'x:"', "x:$HOME `id` $(id)", "x:new\nline", "x:ü–日本", "x:;&|<>*?~#!\\", "x:",
     ]  # fmt: skip
     value = "a b'c\"d $HOME `id`\nü\\"
-    run = launch("-H", cluster.hostfile, "-x", f"ODD={value}", script, "--mpi", *words, cluster=cluster, cwd=folder)
+    run = launch("-H", cluster.hostfile, "-x", f"ODD={value}", script, *words, cluster=cluster, cwd=folder)
     assert run.code == 0, run
     result = run.result
     assert result["hosts"] == ["n1", "n2", "n3"]
@@ -41,7 +41,7 @@ def test_ranks_run_where_the_plan_says_with_words_and_paths_unchanged(make_clust
         host = rank // 2 + 1
         assert told["env"]["DISTRIB_ADDRESS"] == f"198.18.0.{host}"
         assert told["env"]["MASTER_ADDR"] == "198.18.0.1"
-        assert told["argv"] == [str(script), "--mpi", *words]
+        assert told["argv"] == [str(script), *words]
         assert told["cwd"] == str(folder)
         assert told["env"]["ODD"] == value
     assert cluster.left_over(within_seconds=6) == {}
@@ -71,7 +71,7 @@ def test_hosts_that_have_ipv6_alone(make_cluster, launch):
 
 
 def test_a_rank_that_raises_ends_the_job_and_is_named(make_cluster, launch):
-    cluster = make_cluster(3, slots=2)
+    cluster = make_cluster(2, slots=2)
     run = launch("-H", cluster.hostfile, JOB, "--mpi", "2:raise", "*:children", cluster=cluster, timeout=60)
     assert run.code == 1, run
     failure = run.result["first_failure"]
