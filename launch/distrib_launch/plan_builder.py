@@ -87,6 +87,7 @@ def build_plan(
         hosts=hosts,
         ranks=ranks,
         notes=notes,
+        forwarded=tuple(options.environment),
         bind=options.bind,
         sync=options.sync,
         ssh=tuple(ssh_command),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_FORWARDED, DISTRIB_TOKEN
 from distrib.errors import ConfigError
 from distrib.utils.netif import is_here
 from distrib_launch.engines import ssh
@@ -54,8 +54,6 @@ OTHER_MPIS = (
     (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
 )
 """Pattern in the output of another MPI's mpirun, and the name of that MPI."""
-PASSED_BY_NAME = (DISTRIB_TOKEN, DISTRIB_CONTROL)
-"""Variables that mpirun sends to every host by name, so that their values appear in no argument list."""
 
 
 def _find_mpirun(wanted: str | None) -> str:
@@ -153,11 +151,13 @@ class _Mpirun(Engine):
         if any(host.name != "localhost" for host in hosts):
             # With more than 64 hosts PRRTE would start daemons from other hosts (tree spawn). Those hosts may lack the ssh keys and
             # configuration of this machine, and one host that cannot be reached would end the start without a message.
-            words += ["--prtemca", "plm_ssh_agent", _agent(plan), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+            agent = _agent(plan)
+            words += ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+            if not agent.endswith(str(SSH_WRAPPER)):  # in Open MPI's launch message, which is not encrypted
+                words += ["-x", DISTRIB_TOKEN, "-x", DISTRIB_FORWARDED]
         if plan.mode == "async":
             words += IGNORE_FAILURES
-        for name in PASSED_BY_NAME:
-            words += ["-x", name]
+        words += ["-x", DISTRIB_CONTROL]
         return (*words, *_rank_command(plan))
 
     def adapt_to_hosts(self, plan: LaunchPlan) -> LaunchPlan:

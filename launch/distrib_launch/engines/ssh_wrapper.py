@@ -2,7 +2,8 @@
 
 Open MPI splits its ssh command at every blank, and starts its daemon on every host at the path that it has on this machine. It also
 writes the command for the login shell of this machine. The wrapper is for blanks in the ssh command, for hosts with other interpreters,
-and for login shells and their settings: the command runs in /bin/sh.
+and for login shells and their settings: the command runs in /bin/sh. The job's token and the user's variables go through ssh's standard
+input: the daemon hands them on to the rank agents, and Open MPI's own messages are not encrypted.
 Standard library only.
 """
 
@@ -12,10 +13,11 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distrib.environment import DISTRIB_RUN_DIR
+from distrib.environment import DISTRIB_FORWARDED, DISTRIB_RUN_DIR, DISTRIB_TOKEN
 
 
 def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[str]:
@@ -43,13 +45,18 @@ def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[st
     choice = f"if [ -x {there}/bin/prted ]; then {elsewhere}; else {command}; fi"
     if prefixes[host] == prefix:
         choice = command
-    return [*ssh, *arguments[:at], f"exec /bin/sh -c {shlex.quote(choice)}"]  # for every login shell
+    return [*ssh, *arguments[:at], f"exec /bin/sh -c {shlex.quote(f'. /dev/stdin; {choice}')}"]  # for every login shell
 
 
 def main() -> None:
     """Replace this process by the ssh command."""
     settings = Path(os.environ[DISTRIB_RUN_DIR], "agent.json").read_text()
     command = rewrite(sys.argv[1:], json.loads(settings))
+    secrets = tempfile.TemporaryFile()  # noqa: SIM115 (ssh reads it; unlike a pipe, it holds any size)
+    for name in (DISTRIB_TOKEN, DISTRIB_FORWARDED):
+        secrets.write(os.fsencode(f"export {name}={shlex.quote(os.environ[name])}\n"))
+    secrets.seek(0)
+    os.dup2(secrets.fileno(), 0)
     os.execvp(command[0], command)
 
 

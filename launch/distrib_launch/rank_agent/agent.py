@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from distrib.environment import DISTRIB_CONTROL, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_FORWARDED, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
 from distrib.utils import signals
 from distrib.utils.framing import ProtocolError
 from distrib.utils.mpi_env import rank_identity
@@ -63,7 +63,9 @@ class RankAgent:
 
     def __init__(self) -> None:
         environ = dict(os.environ)
-        self._environ = {k: v for k, v in environ.items() if k not in (DISTRIB_CONTROL, DISTRIB_TOKEN)}
+        own = DISTRIB_CONTROL, DISTRIB_TOKEN, DISTRIB_FORWARDED
+        forwarded = json.loads(environ.get(DISTRIB_FORWARDED, "{}"))
+        self._environ = {name: value for name, value in environ.items() if name not in own} | forwarded
         identity = rank_identity(environ)
         if identity is None:
             raise SystemExit("distrib: neither mpirun nor srun started this process: its environment has no rank")

@@ -131,7 +131,7 @@ def _assignments(
                 command=command[1:] if is_program else command,
                 is_python=not is_program,
                 directory=plan.directory,
-                environment=environment,
+                environment={name: value for name, value in environment.items() if name not in plan.forwarded},
                 device=state.plan.device,
                 tag=f"{plan.attempt_id}.{state.plan.rank}",
                 gpus=None if host.chosen is None else list(host.chosen),

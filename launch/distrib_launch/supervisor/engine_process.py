@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import shutil
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from distrib.environment import DISTRIB_CONTROL, DISTRIB_RUN_DIR, DISTRIB_TOKEN
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_FORWARDED, DISTRIB_RUN_DIR, DISTRIB_TOKEN
 from distrib_launch import engines, run_directory
 from distrib_launch.engines import ssh
 from distrib_launch.launch_plan import LaunchPlan
@@ -37,6 +38,7 @@ class EngineProcess:
         self._runtime.write_files(Path(plan.run_dir), plan)
         environ = {
             **self._runtime.environment(os.environ), **plan.engine_environment, DISTRIB_TOKEN: token, DISTRIB_CONTROL: addresses,
+            DISTRIB_FORWARDED: json.dumps({name: plan.ranks[0].environment[name] for name in plan.forwarded}),
             DISTRIB_RUN_DIR: plan.run_dir,
         }  # fmt: skip
         environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without
