@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -193,9 +194,9 @@ def test_a_host_without_rsync_is_named(make_cluster, launch, project, tmp_path):
     cluster.run("n2", ["mount", "--bind", missing, "/usr/bin/rsync"], check=True)
     run = launch("-H", cluster.hostfile, "--sync", project, project / "train.py", cluster=cluster)
     assert run.code == 3, run
-    last = run.err.strip().splitlines()[-1]
-    assert last.startswith(f"distrib-launch: error: n2: --sync {project} failed: ")
-    assert "install rsync on n2, or keep the folder on a file system that every host shares" in last
+    (error,) = re.findall("distrib-launch: error: .*", run.err)
+    assert error.startswith(f"distrib-launch: error: n2: --sync {project} failed: ")
+    assert "install rsync on n2, or keep the folder on a file system that every host shares" in error
     assert cluster.left_over(within_seconds=6) == {}
 
 
