@@ -188,7 +188,7 @@ class SlurmCluster(Cluster):
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Slurm's nodes are not idle: {states}\n{self.logs()}")
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def _words(self, daemon: str, host: str) -> str:
         return (self.directory / f"{daemon}-{host}.start").read_text().strip()

@@ -41,32 +41,27 @@ def make_slurm(bring_up: Callable[[Cluster], None]) -> Callable[..., slurm.Slurm
 
 def batch(cluster, tmp_path, *arguments, allocation=()):
     """Run `distrib-launch` in a batch job without -H, as Slurm users do. Return its exit code and output."""
-    job = submitted(cluster, tmp_path, *arguments, allocation=allocation)
-    told = wait_for(lambda: ended(cluster, job), 150)
-    return int(told), (tmp_path / "output").read_text()
+    submitted(cluster, tmp_path, *arguments, allocation=allocation)
+    wait_for(lambda: (tmp_path / "exit-code").exists(), 150)
+    return int((tmp_path / "exit-code").read_text()), (tmp_path / "output").read_text()
 
 
-def submitted(cluster, tmp_path, *arguments, allocation=()):
-    """Submit such a batch job and return its number."""
-    command = [LAUNCH, "--run-dir", tmp_path / "run", *arguments]
+def submitted(cluster, tmp_path, *arguments, allocation=(), replaces_shell=False):
+    """Submit such a batch job, whose shell writes `exit-code` unless the launcher replaces it. Return its number."""
+    command = shlex.join(map(str, [LAUNCH, "--run-dir", tmp_path / "run", *arguments]))
+    written = f"{command}\necho $? > {tmp_path}/code\nmv {tmp_path}/code {tmp_path}/exit-code"
+    (tmp_path / "exit-code").unlink(missing_ok=True)
     script = tmp_path / "batch.sh"
-    script.write_text(f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec {shlex.join(map(str, command))}\n")
+    script.write_text(f"#!/bin/sh\nexport OMP_NUM_THREADS=1\n{f'exec {command}' if replaces_shell else written}\n")
     sbatch = ["sbatch", "--parsable", f"--output={tmp_path}/output", *allocation, script]
     return cluster.run("n1", sbatch, check=True).stdout.strip()
 
 
-def ended(cluster, job):
-    """Return the exit code of a batch job, or None before its end."""
-    told = cluster.run("n1", ["scontrol", "--oneliner", "show", "job", job], check=True).stdout
-    over = re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)", told)
-    return over and re.search(r" ExitCode=(\d+)", told)[1]
-
-
-def wait_for(what, seconds=20.0):
+def wait_for(what, seconds=20.0, interval=0.05):
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+        time.sleep(interval)
     return found
 
 
@@ -80,7 +75,7 @@ def _folder(path):
 
 
 def nothing_left(cluster):
-    assert wait_for(lambda: not cluster.jobs())
+    assert wait_for(lambda: not cluster.jobs(), interval=0.2)  # commands of Slurm cost CPU time
     assert cluster.left_over(within_seconds=6) == {}
 
 
@@ -277,7 +272,7 @@ class TestInAnAllocation:
         words = ["--mode", "async", "--no-stale-rate", "--servers", "2", "--replicas", "1", SCRIPTS / "asynchronous.py"]
         lesson = ["counting", tmp_path, 10, 0.05, "enough"]
         allocation = ["-N2", "--ntasks-per-node=1", "--no-kill"]
-        job = submitted(cluster, tmp_path, "--host-timeout", "3", *words, *lesson, allocation=allocation)
+        submitted(cluster, tmp_path, "--host-timeout", "3", *words, *lesson, allocation=allocation)
         wait_for(
             lambda: {path.name for path in tmp_path.glob("acknowledged.*")} >= {"acknowledged.0", "acknowledged.1"}, 60
         )
@@ -286,11 +281,12 @@ class TestInAnAllocation:
         cluster.run("n1", ["scontrol", "update", "nodename=n2", "state=down", "reason=lost"], check=True)
         before = int((tmp_path / "acknowledged.0").read_text())
         time.sleep(2)  # Slurm would end the other ranks in this time
-        wait_for(lambda: ended(cluster, job) or int((tmp_path / "acknowledged.0").read_text()) > before + 20, 60)
+        code = tmp_path / "exit-code"
+        wait_for(lambda: code.exists() or int((tmp_path / "acknowledged.0").read_text()) > before + 20, 60)
         (tmp_path / "enough").touch()
-        told = wait_for(lambda: ended(cluster, job), 60)
+        wait_for(code.exists, 60)
         out = (tmp_path / "output").read_text()
-        assert told == "0" and result_in(tmp_path)["status"] == "succeeded", out
+        assert int(code.read_text()) == 0 and result_in(tmp_path)["status"] == "succeeded", out
         assert "requested with --no-kill" in out and "rank 1 on n2 was lost" in out
         nothing_left(cluster)
 
@@ -304,7 +300,8 @@ class TestInAnAllocation:
 
     def test_scancel_stops_the_job(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
-        job = submitted(cluster, tmp_path, JOB, "*:sleep=60", allocation=["-N2", "--ntasks-per-node=1"])
+        allocation = ["-N2", "--ntasks-per-node=1"]
+        job = submitted(cluster, tmp_path, JOB, "*:sleep=60", allocation=allocation, replaces_shell=True)
         wait_for(lambda: (tmp_path / "output").exists() and (tmp_path / "output").read_text().count("sleeps") == 2)
         cluster.run("n1", ["scancel", job], check=True)
         nothing_left(cluster)
