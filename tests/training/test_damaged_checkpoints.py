@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -61,6 +62,14 @@ def test_the_newest_valid_checkpoint_is_restored_and_each_damaged_one_named(job,
     saved.with_name("last.pt.2").write_bytes(b"")
     with pytest.raises(TrainingError, match=r"last\.pt is damaged"):  # nothing is trained again from the start
         job.restore(saved, epoch=0)
+
+
+def test_names_of_checkpoints_may_have_any_bytes(job, tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9\n.pt")
+    for epoch in (1, 2):
+        job.save(path, keep=2, model=nn.Linear(8, 8), epoch=epoch)
+    flip_bit(path, 700)
+    assert job.restore(path, model=nn.Linear(8, 8), epoch=0) == {"epoch": 1}
 
 
 def test_a_lost_newest_checkpoint_is_replaced_by_the_one_before(job, saved):

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from distrib.errors import TrainingError
-from distrib.training.checkpoint.replicas import NO_STAMP, Stamp, older_name
+from distrib.training.checkpoint.replicas import NO_STAMP, Stamp, load_mapped, older_name
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.ddp_module import DdpModule
 from distrib.training.to_device import move_to_device
@@ -170,7 +170,7 @@ def _remove_partial(folder: Path, prefix: str) -> None:
 def _check_opens(path: str, states: dict[str, Any]) -> None:
     """Raise TrainingError with the path in `states` if `read` could not open the file."""
     try:
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # mapped, so tensor data is not read again
+        load_mapped(path)
     except pickle.UnpicklingError as error:
         where, what = _unsafe("", states) or ("", "something")
         raise TrainingError(

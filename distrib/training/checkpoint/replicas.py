@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -91,6 +91,19 @@ def is_shared(path: str | os.PathLike[str]) -> bool:
     return kind.startswith(SHARED) and kind not in OWN
 
 
+def load_mapped(path: str | os.PathLike[str]) -> Any:
+    """Load a checkpoint without reading its tensors, which are mapped.
+
+    Args:
+        path: The file. It is opened here, as torch refuses names that are not UTF-8.
+
+    Returns:
+        The content.
+    """
+    with Path(path).open("rb") as file:
+        return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", mmap=True, weights_only=True)
+
+
 def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
     """Read the stamp of a checkpoint.
 
@@ -101,8 +114,7 @@ def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
         The stamp; NO_STAMP if the file has none, None if the file does not exist.
     """
     try:
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        run, start, number, when = saved["stamp"]
+        run, start, number, when = load_mapped(path)["stamp"]
         return Stamp(str(run), int(start), int(number), float(when))
     except FileNotFoundError:
         return None
