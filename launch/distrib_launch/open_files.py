@@ -16,9 +16,9 @@ def require_open_files(hosts: int, ranks: int) -> None:
     Raises:
         LaunchError: The hard limit is too low.
     """
-    # The pipes of each host's ssh; each rank's connection and two logs; connections without proof of the token; all others.
-    needed = 4 * hosts + 4 * ranks + 384
-    if (allowed := raise_open_files(needed)) < needed:
+    # The pipes of each host's ssh; each rank's connection and two logs; all others.
+    needed = 4 * hosts + 3 * ranks + 128
+    if (allowed := raise_open_files(needed + ranks + 256)) < needed:  # more for connections without proof of the token
         raise LaunchError(
             f"{ranks} ranks on {hosts} hosts need about {needed} open files here, but the limit is {allowed}",
             hint="raise the hard limit (ulimit -Hn): nofile in /etc/security/limits.conf, or LimitNOFILE of a service",

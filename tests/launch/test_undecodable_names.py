@@ -57,7 +57,10 @@ def test_plans_and_results_with_any_bytes_are_printed(launch, folder, options):
 def test_names_of_any_bytes_on_other_hosts(make_cluster, launch, folder):
     cluster = make_cluster(2)
     script = folder / f"{LATIN}.py"
-    script.write_text("import os, sys\nprint(os.environ['RANK'], os.fsencode(sys.argv[1]).hex())\n")
-    run = launch("-H", cluster.hostfile, "--run-dir", folder / "run", script, LATIN, cluster=cluster, cwd=folder)
+    script.write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.fsencode(sys.argv[1] + os.environ['LATIN']).hex())\n"
+    )
+    words = ["-H", cluster.hostfile, "-x", f"LATIN={LATIN}", "--run-dir", folder / "run", script, LATIN]
+    run = launch(*words, cluster=cluster, cwd=folder)
     assert run.code == 0, run
-    assert "0 636166e9" in run.out and "1 636166e9" in run.out
+    assert "0 636166e9636166e9" in run.out and "1 636166e9636166e9" in run.out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import selectors
 import socket
@@ -73,9 +72,13 @@ class ControlListener:
             channel.close()
 
     def _accept(self, listener: socket.socket, _: int) -> None:
-        with contextlib.suppress(OSError):  # no further connection waits
+        try:
             for _ in range(self._limit):
                 self._greet(*listener.accept())
+        except BlockingIOError:  # no further connection waits
+            return
+        except OSError:  # too many open files
+            self._drop_oldest()
 
     def _greet(self, sock: socket.socket, peer: tuple[Any, ...]) -> None:
         channel = Channel(sock, self._token, listener=True)
@@ -86,7 +89,7 @@ class ControlListener:
         except OSError:
             self._drop(channel)
         if len(self.unauthenticated) > self._limit:
-            self._drop(next((one for one in self.unauthenticated if not one.proven), channel))
+            self._drop_oldest()
 
     def _receive_hello(self, channel: Channel) -> None:
         on_frame: OnFrame | None = None
@@ -102,6 +105,10 @@ class ControlListener:
         except (OSError, ProtocolError, ValueError, KeyError):
             channel.closed = True
         if channel.closed and channel in self.unauthenticated:
+            self._drop(channel)
+
+    def _drop_oldest(self) -> None:
+        for channel in [one for one in self.unauthenticated if not one.proven][:1]:
             self._drop(channel)
 
     def _drop(self, channel: Channel) -> None:
