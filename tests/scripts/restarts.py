@@ -24,11 +24,12 @@ with distrib.init() as job:
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         DataLoader(data, 4, shuffle=True),
     )
+    torch.manual_seed(1 + job.rank)  # noise of each rank, which continues after a restart
     first = job.restore("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=0)["epoch"]
     job.print(f"start {job.restarts} of {job.world_size} ranks from epoch {first}")
     for epoch in range(first, int(epochs)):
         for x, y in loader:
-            nn.functional.mse_loss(model(x), y).backward()
+            nn.functional.mse_loss(model(x + 0.1 * torch.randn_like(x)), y).backward()
             optimizer.step()
             optimizer.zero_grad()
         job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch + 1)
