@@ -28,8 +28,6 @@ from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.ddp_module import DdpModule
 from distrib.training.to_device import move_to_device
 
-VERSION = 2
-"""Version of the format. Files of version 1 have no checksum."""
 _CHECKSUM_MARK = b"\ndistrib-crc32 "
 _CHECKSUM_BYTES = len(_CHECKSUM_MARK) + 9
 """Length of the line after torch's archive: mark, CRC-32 of all bytes before it as 8 digits, newline. `torch.load` ignores it."""
@@ -108,7 +106,7 @@ def write(
     Raises:
         TrainingError: `read` could not open the content safely. The old file stays.
     """
-    content = {**pack(objects, backend), "distrib": VERSION, "stamp": tuple(stamp)}
+    content = {**pack(objects, backend), "distrib": 2, "stamp": tuple(stamp)}  # version 1 has no checksum
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name[:100]}.{socket.gethostname()[:64]}."
@@ -292,7 +290,7 @@ def read(
             hint="read what another script saved with torch.load, and give it to the model before job.prepare(model)",
             code="checkpoint-invalid",
         ) from error
-    if version >= VERSION and not _has_checksum(data):
+    if version != 1 and not _has_checksum(data):
         raise TrainingError(f"{source} is damaged: its end, with the checksum, is missing", code="checkpoint-invalid")
     wanted = {name: thing for name, thing in objects.items() if has_state(thing)}
     if missing := sorted(wanted.keys() - states.keys()):

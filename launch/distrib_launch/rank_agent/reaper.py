@@ -18,11 +18,6 @@ from pathlib import Path
 from distrib.environment import DISTRIB_PROCESS_TAG
 from distrib.utils import signals
 
-ATTEMPTS = 50
-"""Number of times that remaining processes are killed, 10 ms apart: a process in uninterruptible sleep may not end at all."""
-PR_SET_CHILD_SUBREAPER = 36
-"""Option of prctl(2), from linux/prctl.h."""
-
 
 def adopt_orphans(*, enabled: bool) -> bool:
     """Set if descendants of this process become its children when their parents end, in place of children of init.
@@ -34,8 +29,8 @@ def adopt_orphans(*, enabled: bool) -> bool:
         True if this process adopts orphans now, and can list its children.
     """
     can_list = Path(f"/proc/self/task/{os.getpid()}/children").exists()
-    zero = ctypes.c_ulong(0)
-    failed = ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(enabled and can_list), zero, zero, zero)
+    subreaper, zero = 36, ctypes.c_ulong(0)  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
+    failed = ctypes.CDLL(None).prctl(subreaper, ctypes.c_ulong(enabled and can_list), zero, zero, zero)
     return enabled and can_list and not failed
 
 
@@ -66,7 +61,7 @@ def wait_for_orphans(script: int) -> None:
 
 def end_descendants() -> None:
     """Kill all descendants of this process, which adopts orphans, and wait for them."""
-    for _ in range(ATTEMPTS):
+    for _ in range(50):  # a process in uninterruptible sleep may not end at all
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -132,7 +127,7 @@ def sweep(tag: str, session: int) -> None:
         session: Its session, 0 for none.
     """
     was_empty = False
-    for _ in range(ATTEMPTS):
+    for _ in range(50):
         left = tagged(tag) | (in_session(session) if session else set())
         if was_empty and not left:
             return
