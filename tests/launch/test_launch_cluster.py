@@ -165,6 +165,29 @@ def test_a_login_shell_that_is_no_bourne_shell(make_cluster, launch, tmp_path, w
     assert run.code == 0, run
 
 
+def test_a_login_shell_reads_no_command_but_that_of_sh(make_cluster, launch, tmp_path):
+    """As in tcsh, `export` fails; some settings of bash, such as `set -u`, have similar effects."""
+    cluster = make_cluster(2)
+    shell = tmp_path / "tcsh"
+    shell.write_text(
+        '#!/bin/sh\ncase "$2" in "exec /bin/sh -c "*) eval "$2";; *) echo "export: Command not found." >&2; exit 1;; esac\n'
+    )
+    shell.chmod(0o755)
+    users = Path("/etc/passwd").read_text().splitlines()
+    changed = [f"{user.rpartition(':')[0]}:{shell}" if user.startswith("root:") else user for user in users]
+    (tmp_path / "passwd").write_text("\n".join(changed) + "\n")
+    cluster.run("n2", ["mount", "--bind", tmp_path / "passwd", "/etc/passwd"], check=True)
+    for words in ([], ["--no-preflight"]):
+        run = launch(*words, "-H", cluster.hostfile, JOB, "--mpi", cluster=cluster)
+        assert run.code == 0, run
+
+
+def test_a_host_whose_interpreter_does_not_start_is_refused_with_the_variable(make_cluster, launch):
+    cluster = make_cluster(2, login_environment={"PYTHONHOME": "/nope"})
+    run = launch("-H", cluster.hostfile, JOB, cluster=cluster)
+    assert run.code == 3 and "n2: python: " in run.err and "(PYTHONHOME set there)" in run.err, run
+
+
 def test_the_host_where_ranks_could_not_start_is_named_and_not_those_that_were_taken_along(
     make_cluster, launch, tmp_path
 ):
