@@ -59,6 +59,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Reason for the choice of interfaces; empty before the preflight."""
     listen: tuple[str, ...] = ()
     """Addresses for the control channel; empty: those by which hosts reach this machine."""
+    spare_slots: dict[str, int] = {}
+    """Slots by host for processes that scripts start with MPI_Comm_spawn."""
     seen_as: tuple[str, ...] = ()
     """Addresses of this machine as the hosts saw them; empty before the preflight."""
     engine_environment: dict[str, str] = {}

@@ -1,8 +1,10 @@
-"""Decisions about a launch, each made here, once; the engines carry them out. Pure."""
+"""Decisions about a launch, each made here, once; the engines carry them out. Pure, but for a look at the script."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -92,10 +94,29 @@ def build_plan(
         sync=options.sync,
         ssh=tuple(ssh_command),
         ssh_config=ssh_config,
+        spare_slots={} if has_servers else _spare_slots(placement, host_list, local, options),
     )
     engine = engines.get(options.engine)
     plan = msgspec.structs.replace(plan, command=engine.command(plan, options))
     return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
+
+
+def _spare_slots(
+    placement: rank_placement.Placement, host_list: HostList | None, local: LocalMachine, options: LaunchOptions
+) -> dict[str, int]:
+    """Return the slots for MPI_Comm_spawn by host. Idle hosts, which are not checked, have some only if the script spawns."""
+    if host_list is None:
+        cores = sum(map(len, local.machine.nodes.values())) if local.machine else 0
+        spare = {host.name: cores - host.ranks for host in placement.hosts}
+    else:
+        special = {host.name for host in placement.idle if host.user or host.port or host.python}
+        spare = {name: slots for name, slots in placement.spare_slots.items() if name not in special}
+        text = b""
+        with contextlib.suppress(OSError):
+            text = b"" if options.module else Path(options.script).read_bytes()
+        if b"Spawn" not in text and b"MPIPoolExecutor" not in text:
+            spare = {name: slots for name, slots in spare.items() if name in placement.gpus}
+    return {name: slots for name, slots in spare.items() if slots > 0}
 
 
 def _notes_on_ineffective_options(strategy: Strategy, devices: Collection[str], hosts: int) -> tuple[str, ...]:

@@ -61,6 +61,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Number of GPUs that a host's ranks may use; None: not known."""
     notes: tuple[str, ...]
     idle: tuple[Host, ...] = ()
+    spare_slots: dict[str, int] = {}
+    """Slots without a rank by host, also of idle hosts."""
 
 
 def place_workers(
@@ -110,7 +112,9 @@ def place_workers(
     if idle := tuple(each.host for each in selected if each.host.name not in taken):
         notes.append(f"-np {wanted} leaves {len(idle)} host(s) idle, {idle[0].name} the first of them")
     gpus = {host.name: _usable_gpus(host, known[host.name]) for host in hosts}
-    return Placement(hosts=tuple(hosts), gpus=gpus, notes=tuple(notes), idle=idle)
+    used = {host.name: host.ranks for host in hosts}
+    spare = {each.host.name: left for each in selected if (left := each.slots - used.get(each.host.name, 0)) > 0}
+    return Placement(hosts=tuple(hosts), gpus=gpus, notes=tuple(notes), idle=idle, spare_slots=spare)
 
 
 def _slots_of(host: Host, gpus: Gpus | None) -> int:

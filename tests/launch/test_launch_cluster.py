@@ -370,3 +370,28 @@ def test_who_stops_a_job_while_hosts_are_asked_why_it_did_not_start_does_not_wai
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "error: interrupted" in err, err
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "stopped"
+
+
+SPAWNS = """
+import sys
+from mpi4py import MPI
+workers = MPI.COMM_SELF.Spawn(sys.executable, ["w.py"], int(sys.argv[1]))
+print("spawned", workers.remote_size, flush=True)
+workers.Disconnect()
+"""
+
+
+@pytest.mark.parametrize(("hosts", "count"), [("n1:3,n2:3", 3), ("n1:3,n2:3", 9)])
+def test_a_script_may_spawn_as_many_processes_as_slots_are_left(make_cluster, launch, tmp_path, hosts, count):
+    cluster = make_cluster(2)
+    (tmp_path / "p.py").write_text(SPAWNS)
+    (tmp_path / "w.py").write_text(
+        "import socket\nfrom mpi4py import MPI\nprint('child on', socket.gethostname(), flush=True)\n"
+        "MPI.Comm.Get_parent().Disconnect()\n"
+    )
+    run = launch("-H", hosts, "-np", "1", "p.py", count, cluster=cluster, timeout=100)
+    if count == 9:
+        assert run.code != 0 and "mpirun: There are not enough slots" in run.err, run
+        return
+    assert run.code == 0 and "spawned 3" in run.out and "mpirun: child on n2" in run.err, run
+    assert cluster.left_over(within_seconds=6) == {}

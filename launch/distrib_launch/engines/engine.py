@@ -123,6 +123,14 @@ class Engine:
         """
         return None
 
+    def messages(self, output: str) -> list[str]:
+        """Return messages for the user while ranks run, without those about ranks that ended.
+
+        Args:
+            output: Output of the engine; an incomplete message at its end is left out.
+        """
+        return []
+
     def is_transient_failure(self, output: str) -> bool:
         """Return True if a second start may succeed.
 

@@ -108,6 +108,15 @@ def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
     return (*(own.get(word, word) for word in plan.ssh), "-o", "TCPKeepAlive=no")
 
 
+def ranks_file(plan: LaunchPlan) -> Path:
+    """Return the file with the host of each rank. PRRTE misreads paths that contain `pe`, such as that of many run directories.
+
+    Args:
+        plan: Plan of the launch.
+    """
+    return Path(f"/tmp/distrib-{plan.attempt_id}.ranks")
+
+
 def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     """Return the command that each rank runs, with the interpreter of its host.
 
@@ -141,12 +150,13 @@ class _Mpirun(Engine):
         words = [mpirun, "--prefix", str(Path(mpirun).parent.parent)]
         if os.geteuid() == 0:
             words.append("--allow-run-as-root")
-        # The generated hostfile has one slot for each planned rank, so mapping by slot yields the plan.
         hostfile = f"{options.run_dir}/{HOSTFILE}"
         # --hostfile would split a path at a comma.
         words += ["--prtemca", "prte_default_hostfile", hostfile] if "," in hostfile else ["--hostfile", hostfile]
         words += ["--prtemca", "ras", BATCH_SYSTEMS, "--prtemca", "plm", BATCH_SYSTEMS]
-        words += ["--map-by", "slot", "--bind-to", "none"]
+        # One line per rank keeps the plan where slots are left for MPI_Comm_spawn. A colon would end the name of a host.
+        by_line = plan.spare_slots and ":" not in "".join((*plan.spare_slots, *(h.name for h in hosts)))
+        words += ["--map-by", f"seq:file={ranks_file(plan)}" if by_line else "slot", "--bind-to", "none"]
         words += ["-np", str(sum(host.ranks for host in hosts))]
         if any(host.name != "localhost" for host in hosts):
             # With more than 64 hosts PRRTE would start daemons from other hosts (tree spawn). Those hosts may lack the ssh keys and
@@ -189,6 +199,18 @@ class _Mpirun(Engine):
         """Return True if a daemon failed without a message, or PMIx could not start its listener."""
         return any(re.search(pattern, output, re.MULTILINE) for pattern in TRANSIENT_FAILURES)
 
+    def messages(self, output: str) -> list[str]:
+        """Return PRRTE's messages, which stand between two lines of dashes, and lines of spawned processes."""
+        found = []
+        parts = re.split(r"^-{60,}\n", output, flags=re.MULTILINE)
+        for number, part in enumerate(parts):
+            lines = [line for line in part.split("\n")[: None if number + 1 < len(parts) else -1] if line.strip()]
+            if not number % 2:
+                found += [line for line in lines if not re.match(r"\[[^\s\]]+:\d+\] ", line)]  # PRRTE's log
+            elif number + 1 < len(parts) and not re.match(r"\S+ (has exited due to|noticed that) process", part):
+                found.append("\n  ".join(lines[:4]))  # engine.log has the rest
+        return found
+
     def lost_host(self, output: str) -> str:
         """Return the host whose daemon PRRTE lost; empty if it reports none."""
         found = re.search(r"^\s*Remote (?:host:|daemon\s*:.* on node)\s*(\S+)", output, re.MULTILINE)
@@ -203,9 +225,16 @@ class _Mpirun(Engine):
             prefixes = {
                 host.name: str(Path(host.python).parent.parent) if host.python and own else here for host in hosts
             }
+            prefixes = dict.fromkeys(plan.spare_slots, here) | prefixes
             settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
             (run_dir / SSH_WRAPPER_SETTINGS).write_text(json.dumps(settings))
-        (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
+        slots = {host.name: host.ranks for host in hosts}
+        if any(word.startswith("seq:") for word in plan.command):
+            slots |= {name: slots.get(name, 0) + spare for name, spare in plan.spare_slots.items()}
+            ranks_file(plan).unlink(missing_ok=True)
+            with ranks_file(plan).open("x") as file:  # not through a link of another user
+                file.write("".join(f"{rank.host}\n" for rank in plan.started))
+        (run_dir / HOSTFILE).write_text("".join(f"{name} slots={count}\n" for name, count in slots.items()))
         ssh.write_ssh_config(run_dir, plan)
 
     def required_programs(self, plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_FORWARDED, DISTRIB_RUN_DIR, DISTRIB_TOKEN
 from distrib_launch import engines, run_directory
-from distrib_launch.engines import ssh
+from distrib_launch.engines import mpirun, ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
 from distrib_launch.supervisor.rank_state import SETTINGS
@@ -43,6 +43,7 @@ class EngineProcess:
         }  # fmt: skip
         environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without
         environ.setdefault("PATH", os.defpath)
+        self._read_bytes = self._shown = 0
         self._begun = mmap.mmap(-1, 1)  # shared with the guard
         with self.log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -56,6 +57,16 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace")
         return ""
+
+    def new_messages(self) -> list[str]:
+        """Return messages of the engine for the user since the last call."""
+        with contextlib.suppress(OSError):
+            if (size := self.log.stat().st_size) != self._read_bytes:
+                self._read_bytes = size
+                messages = self._runtime.messages(self.output)
+                new, self._shown = messages[self._shown :], len(messages)
+                return new
+        return []
 
     @property
     def is_starting(self) -> bool:
@@ -92,7 +103,7 @@ class EngineProcess:
             self._process.wait()
         if self._process.returncode < 0:
             self._end_leftovers()
-            self._remove_traces()
+        self._remove_traces()
         self._guard.dismiss()
 
     def _end_after_launcher(self) -> None:
@@ -106,7 +117,8 @@ class EngineProcess:
             shutil.rmtree(sockets, ignore_errors=True)
 
     def _remove_traces(self) -> None:
-        """Remove the shared-memory folder of an mpirun that was killed."""
+        """Remove the file of mpirun's ranks, and the shared-memory folder of an mpirun that was killed."""
+        mpirun.ranks_file(self._plan).unlink(missing_ok=True)
         shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 
     def _end_leftovers(self) -> None:

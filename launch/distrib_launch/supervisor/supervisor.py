@@ -192,10 +192,18 @@ class Supervisor:
             if job.assigned and not job.stopping and (failure := self._hang_detector.check(now, job.ranks)):
                 self._outcome.fail(failure)
                 self._stop.begin(job.grace_seconds)
+            self._show_engine_messages(self._engine)
             job.console.tick()
             self._stop.check(now)
             if job.stopping and not job.assigned and self._engine.exit_code() is not None:
                 break
+        if self._engine:
+            self._show_engine_messages(self._engine)
+
+    def _show_engine_messages(self, engine: EngineProcess) -> None:
+        if self.job.assigned and not self.job.stopping:
+            for message in engine.new_messages():
+                self.job.console.say(f"{self.job.plan.engine}: {message}")
 
     def _check_limits(self, now: float, spent_seconds: float) -> None:
         """Stop the job if its time is over, it failed, or only ranks run that are no longer needed."""
