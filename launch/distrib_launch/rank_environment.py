@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "CUDA_DEVICE_MAX_", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_",
     "CUDA_MODULE_", "TORCH_", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_", "OMP_", "MKL_", "HF_", "WANDB_", "HOROVOD_",
+    "ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "PL_", "LT_", "LIGHTNING_", "MLFLOW_", "TENSORBOARD_", "TRANSFORMERS_", "TOKENIZERS_",
+    "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONOPTIMIZE", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONMALLOC",
 )  # fmt: skip
 """Prefixes of variables that change how a job computes or communicates: every rank gets the launcher's values."""
 

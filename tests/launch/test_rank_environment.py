@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from distrib_launch.rank_environment import is_secret
+from distrib_launch.rank_environment import forwarded_variables, is_secret
 from tests.conftest import JOB, LAUNCH
 
 
@@ -23,7 +23,21 @@ def test_ranks_have_the_variables_that_torchrun_sets(launch):
         assert env["OMP_NUM_THREADS"] == "1"
         assert (env["COLOUR"], env["TASTE"]) == ("blue sky", "sweet")
         assert "DISTRIB_TOKEN" not in env
+        assert env["DISTRIB_DEVICE"] != "cpu" or env["ACCELERATE_USE_CPU"] == "1"
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+
+
+def test_variables_of_common_libraries_are_forwarded_and_those_of_a_host_are_not():
+    forwarded = [
+        "ACCELERATE_MIXED_PRECISION",
+        "DS_ACCELERATOR",
+        "PL_GLOBAL_SEED",
+        "FSDP_VERSION",
+        "MLFLOW_TRACKING_URI",
+        "PYTHONHASHSEED",
+    ]
+    others = ["PATH", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH"]
+    assert list(forwarded_variables(dict.fromkeys(forwarded + others, "1"), [])) == forwarded
 
 
 def test_secrets_are_recognized_by_the_names_of_variables():

@@ -306,6 +306,7 @@ def _choose_device(assignment: Assignment, environ: dict[str, str], identity: Ra
     if device == "cpu":
         # A waiting rank must not take a core from a computing one.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        environ.setdefault("ACCELERATE_USE_CPU", "1")  # accelerate would otherwise join no process group
     own = Path(sys.executable).parent.parent
     if not Path(environ.get("OPAL_PREFIX", "/")).is_dir() and (own / "bin/prted").exists():
         environ["OPAL_PREFIX"] = str(own)  # Open MPI has another path on this host than on the launcher's machine
