@@ -192,18 +192,11 @@ class Supervisor:
             if job.assigned and not job.stopping and (failure := self._hang_detector.check(now, job.ranks)):
                 self._outcome.fail(failure)
                 self._stop.begin(job.grace_seconds)
-            self._show_engine_messages(self._engine)
+            _show_messages(job, self._engine)
             job.console.tick()
             self._stop.check(now)
             if job.stopping and not job.assigned and self._engine.exit_code() is not None:
                 break
-        if self._engine:
-            self._show_engine_messages(self._engine)
-
-    def _show_engine_messages(self, engine: EngineProcess) -> None:
-        if self.job.assigned and not self.job.stopping:
-            for message in engine.new_messages():
-                self.job.console.say(f"{self.job.plan.engine}: {message}")
 
     def _check_limits(self, now: float, spent_seconds: float) -> None:
         """Stop the job if its time is over, it failed, or only ranks run that are no longer needed."""
@@ -355,6 +348,12 @@ class Supervisor:
                     f"waiting for daemons that are being started, {SETTINGS.engine_start_seconds:.0f} s at most (Ctrl-C: no longer)"
                 )
             self._engine.end(self._turn_once)
+
+
+def _show_messages(job: JobState, engine: EngineProcess | None) -> None:
+    if engine and job.assigned and not job.stopping:
+        for message in engine.new_messages():
+            job.console.say(f"{job.plan.engine}: {message}")
 
 
 def _start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
