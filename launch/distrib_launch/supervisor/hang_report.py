@@ -255,7 +255,7 @@ class HangReport:
         if self._is_unreadable:
             return ""
         if self.waits_for_closed:
-            return "let all ranks leave their loops after as many steps; decide by a mean such as job.all_reduce(loss)"
+            return "let all ranks leave their loops after the same number of steps; decide by a mean such as job.all_reduce(loss)"
         if not self.culprits:
             return "distrib-topo check tests the hosts and the network between them"
         if len(self.culprits) == len(self.stacks):
