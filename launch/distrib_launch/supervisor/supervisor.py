@@ -192,8 +192,7 @@ class Supervisor:
             if job.assigned and not job.stopping and (failure := self._hang_detector.check(now, job.ranks)):
                 self._outcome.fail(failure)
                 self._stop.begin(job.grace_seconds)
-            _show_messages(job, self._engine)
-            job.console.tick()
+            _update_console(job, self._engine)
             self._stop.check(now)
             if job.stopping and not job.assigned and self._engine.exit_code() is not None:
                 break
@@ -350,10 +349,10 @@ class Supervisor:
             self._engine.end(self._turn_once)
 
 
-def _show_messages(job: JobState, engine: EngineProcess | None) -> None:
-    if engine and job.assigned and not job.stopping:
-        for message in engine.new_messages():
-            job.console.say(f"{job.plan.engine}: {message}")
+def _update_console(job: JobState, engine: EngineProcess) -> None:
+    for message in engine.new_messages() if job.assigned and not job.stopping else ():
+        job.console.say(f"{job.plan.engine}: {message}")
+    job.console.tick()
 
 
 def _start_failure(job: JobState, engine: EngineProcess, what: str) -> Exception:
