@@ -24,7 +24,7 @@ kept = {}  # the modules that the server has imported, by name
 
 
 class Kept:
-    """Entry of sys.modules that is no module, so that Python does not clear the module at its end."""
+    """Entry of sys.modules in place of a module, so that Python does not clear the module at its end."""
 
     def __init__(self, module):
         self.module = module

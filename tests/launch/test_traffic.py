@@ -36,7 +36,7 @@ with distrib.init() as job:
     print("trained with", len(os.environ["PLANTED_VALUE"]), "plain-output-of-rank", flush=True)
     time.sleep(1)
 """
-PLANTED = "planted-7d1f04c2-value-that-nobody-else-sends"
+PLANTED = "planted-7d1f04c2-value-of-this-test-only"
 
 
 @pytest.mark.parametrize("options", [["--mode", "sync"], ["--mode", "local"], ["--mode", "async", "--servers", "2"]])

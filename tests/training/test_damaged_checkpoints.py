@@ -161,7 +161,7 @@ def test_a_hostile_checkpoint_runs_no_code(job, tmp_path, place):
     path = tmp_path / "last.pt"
     content = {"distrib": 1, "stamp": ("", 0, 1, 1.0), "states": {}, "values": {}, "backend": {}}
     torch.save(content | {place: {"x": RunsCode(tmp_path / "ran")}}, path)
-    with pytest.raises(TrainingError, match=r"last\.pt is no checkpoint"):
+    with pytest.raises(TrainingError, match=r"last\.pt is not a checkpoint"):
         job.restore(path)
     assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
 

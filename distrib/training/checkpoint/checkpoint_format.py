@@ -280,7 +280,7 @@ def read(
         saved = torch.load(_Memory(data), map_location=place, weights_only=True)  # type: ignore[arg-type]  # it reads and seeks
     except Exception as error:  # torch raises a dozen types here
         raise TrainingError(
-            f"{source} is no checkpoint of job.save: {_one_line(error)}", code="checkpoint-invalid"
+            f"{source} is not a checkpoint of job.save: {_one_line(error)}", code="checkpoint-invalid"
         ) from error
     try:
         states, values, version = saved["states"], saved["values"], saved["distrib"]

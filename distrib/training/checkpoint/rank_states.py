@@ -136,7 +136,7 @@ def resumes_training(objects: dict[str, Any]) -> bool:
         objects: Objects and values by name.
 
     Returns:
-        True if there is an optimizer, a loader or another object that is no module.
+        True if there is an optimizer, a loader or another object with a state that is not a module.
     """
     return any(has_state(thing) and not isinstance(thing, nn.Module) for thing in objects.values())
 
