@@ -63,7 +63,7 @@ def test_missing_and_foreign_checkpoints_and_unsupported_values_are_refused(job,
         job.restore(path)
     assert "before job.prepare(model)" in told.value.hint
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(TrainingError, match="no checkpoint"):
+    with pytest.raises(TrainingError, match="not a checkpoint"):
         job.restore(path)
     with pytest.raises(TrainingError, match="path, a PosixPath"):
         job.save(path, path=path)
