@@ -10,6 +10,7 @@ import logging
 import sys
 
 from distrib.errors import DistribError
+from distrib.utils.terminal_text import without_controls
 
 PROGRAMS = {"distrib.launch": "distrib-launch", "distrib.topo": "distrib-topo"}
 """Prefix of messages by logger; `distrib` for all others."""
@@ -26,11 +27,13 @@ class _Handler(logging.Handler):
 
 
 def _text(record: logging.LogRecord) -> str:
-    """Return the message; on a terminal the hint of an error has its own line."""
+    """Return the message; on a terminal without control sequences, and the hint of an error has its own line."""
+    if not sys.stderr.isatty():
+        return record.getMessage()
     error = record.args[0] if isinstance(record.args, tuple) and record.args else None
-    if isinstance(error, DistribError) and error.hint and sys.stderr.isatty():
-        return f"{error.what}\n  {error.hint}"
-    return record.getMessage()
+    if isinstance(error, DistribError) and error.hint:
+        return without_controls(f"{error.what}\n  {error.hint}")
+    return without_controls(record.getMessage())
 
 
 def get_logger(area: str) -> logging.Logger:

@@ -17,13 +17,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
 from distrib.errors import LaunchError
 from distrib.utils import log
 from distrib.utils.ranges import ranges
+from distrib.utils.terminal_text import without_control_bytes, without_controls
 from distrib_launch.output_filter import OutputFilter
 
 LOG_TIME = re.compile(rb"^\[([IWE])\d{3,4} [\d:.]+ ")
@@ -174,7 +175,9 @@ class Console:
         self._deduplicators = {descriptor: LineDeduplicator() for descriptor in (1, 2) if dedup}
         self._filter = OutputFilter()
         self._streams = streams
-        self._color = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
+        self._is_terminal = {fd: _is_terminal(streams[fd - 1]) if streams else os.isatty(fd) for fd in (1, 2)}
+        has_colors = streams is None and "NO_COLOR" not in os.environ
+        self._color = {fd: has_colors and self._is_terminal[fd] for fd in (1, 2)}
         self._tags: dict[tuple[int, int], bytes] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
         self._bar = b""
@@ -390,6 +393,8 @@ class Console:
                     size += len(parts[-1])
                 self._queued_bytes -= size
             data = b"".join(parts)
+            if self._is_terminal[descriptor]:
+                data = without_control_bytes(data)
             with contextlib.suppress(OSError, ValueError):  # the reader has gone; the job continues
                 if self._streams:
                     self._streams[descriptor - 1].write(data.decode(errors="replace"))
@@ -412,6 +417,23 @@ def report_error(error: object) -> None:
     log.get_logger("launch").error("%s", error)
 
 
+class _TerminalStream:
+    """Standard stream that is a terminal: names and messages of hosts and files print without control sequences."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(without_controls(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _is_terminal(stream: object) -> bool:
+    return bool(getattr(stream, "isatty", bool)())
+
+
 def prepare_streams() -> None:
     """Replace closed standard streams (`>&-`), for which Python has None, by /dev/null. Let text that is not UTF-8 be printed."""
     for name in ("stdout", "stderr"):
@@ -419,6 +441,8 @@ def prepare_streams() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
         with contextlib.suppress(AttributeError):  # replaced by a notebook
             getattr(sys, name).reconfigure(errors="backslashreplace")
+        if _is_terminal(stream := getattr(sys, name)):
+            setattr(sys, name, _TerminalStream(stream))
 
 
 @contextlib.contextmanager

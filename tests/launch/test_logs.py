@@ -110,9 +110,10 @@ def test_who_reads_slowly_is_shown_the_end(tmp_path):
 
 
 @pytest.mark.processes
-def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_path):
+def test_a_terminal_gets_coloured_tags_one_line_per_progress_bar_and_no_control_sequences(tmp_path):
     script = tmp_path / "bar.py"
-    script.write_text("print('10 %\\r50 %\\r100 %', flush=True)\nprint('no newline', end='')\n")
+    printed = b"10 %\r50 %\r100 %\n\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[2;1H\x1b]52;c;eA==\x1b\\\xc2\x9b2J\x9b2J \xe7\x9b\x9b\xe9\nno newline"
+    script.write_text(f"import sys\nsys.stdout.buffer.write({printed})\n")
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [str(LAUNCH), "-np", "1", "--run-dir", "run", str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL,
@@ -127,8 +128,10 @@ def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_pa
         pass
     os.close(master)
     assert process.wait(timeout=10) == 0
-    assert shown == b"\x1b[36m[0@localhost] \x1b[0m100 %\r\n\x1b[36m[0@localhost] \x1b[0mno newline\r\n"
-    assert Path(tmp_path / "run/ranks/0.out").read_bytes() == b"10 %\r50 %\r100 %\nno newline"
+    tag = b"\x1b[36m[0@localhost] \x1b[0m"
+    red = b"\x1b[31mred\x1b[0m2J2J \xe7\x9b\x9b\xe9"
+    assert shown == b"%s100 %%\r\n%s%s\r\n%sno newline\r\n" % (tag, tag, red, tag)
+    assert Path(tmp_path / "run/ranks/0.out").read_bytes() == printed
 
 
 def test_how_far_a_progress_bar_is_is_shown_now_and_then():

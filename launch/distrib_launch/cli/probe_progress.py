@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from distrib.probe.records import Record, StageDone, decode_record
+from distrib.utils.terminal_text import without_controls
 
 LAUNCHER_PREFIX = "distrib-launch: "
 
@@ -56,7 +57,7 @@ class ProgressStreams:
         if self._show and sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn("{task.description:32.32}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"),
-                TextColumn("{task.fields[left]}"), console=Console(stderr=True), transient=True,
+                TextColumn("{task.fields[left]}"), console=Console(file=sys.__stderr__), transient=True,
             )  # fmt: skip
             self._task = self._bar.add_task("starting", total=1.0, left="")
             self._bar.start()
@@ -93,6 +94,6 @@ class ProgressStreams:
         if not line.strip():
             return
         if self._bar:
-            self._bar.console.print(line, markup=False, highlight=False)
+            self._bar.console.print(without_controls(line), markup=False, highlight=False)
         else:
             print(line, file=sys.stderr, flush=True)
