@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH
+from tests.conftest import LAUNCH, TOPO
 from tests.launch.test_launch_cluster import wait_for_line
 
 pytestmark = pytest.mark.processes
@@ -39,37 +41,60 @@ with distrib.init() as job:
 PLANTED = "planted-7d1f04c2-value-of-this-test-only"
 
 
+@contextlib.contextmanager
+def captured_traffic(cluster, file):
+    """Capture the traffic between the hosts in a file."""
+    capture = subprocess.Popen(
+        ["ip", "netns", "exec", cluster.switch_namespace, sys.executable, "-c", CAPTURE, file], stdout=subprocess.PIPE
+    )
+    try:
+        assert capture.stdout and capture.stdout.readline()
+        yield
+    finally:
+        capture.kill()
+        capture.communicate()
+
+
+def token_of_job(cluster) -> bytes:
+    """Return the token from the environment of a rank agent on n2, as soon as one runs. The environment has the planted value."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for pid, words in cluster.processes("n2").items():
+            with contextlib.suppress(OSError):
+                if "distrib_launch.rank_agent" in words:
+                    environ = Path(f"/proc/{pid}/environ").read_bytes()
+                    assert PLANTED.encode() in environ
+                    return re.findall(rb"DISTRIB_TOKEN=(\w+)", environ)[0]
+        time.sleep(0.05)
+    raise AssertionError("no rank agent started")
+
+
 @pytest.mark.parametrize("options", [["--mode", "sync"], ["--mode", "local"], ["--mode", "async", "--servers", "2"]])
 def test_neither_the_token_nor_a_forwarded_value_crosses_the_network_in_clear(make_cluster, tmp_path, options):
     cluster = make_cluster(2)
     traffic, script = tmp_path / "traffic", tmp_path / "train.py"
     script.write_text(SCRIPT)
-    capture = subprocess.Popen(
-        ["ip", "netns", "exec", cluster.switch_namespace, sys.executable, "-c", CAPTURE, traffic],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert capture.stdout and capture.stdout.readline()
-        command = [
-            LAUNCH,
-            "-H",
-            cluster.hostfile,
-            "--run-dir",
-            tmp_path / "run",
-            "-x",
-            "PLANTED_VALUE",
-            *options,
-            script,
-        ]
+    command = [LAUNCH, "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "-x", "PLANTED_VALUE", *options, script]
+    with captured_traffic(cluster, traffic):
         process = cluster.popen("n1", command, env={"PLANTED_VALUE": PLANTED, "OMP_NUM_THREADS": "1"})
         wait_for_line(process, f"trained with {len(PLANTED)}")
-        agent = next(pid for pid, words in cluster.processes("n2").items() if "distrib_launch.rank_agent" in words)
-        (token,) = re.findall(rb"DISTRIB_TOKEN=(\w+)", Path(f"/proc/{agent}/environ").read_bytes())
+        token = token_of_job(cluster)
         _, err = process.communicate(timeout=90)
-        assert process.returncode == 0, err
-    finally:
-        capture.kill()
-        capture.communicate()
+    assert process.returncode == 0, err
     seen = traffic.read_bytes()
     assert b"plain-output-of-rank" in seen  # the capture shows what is not encrypted
+    assert token not in seen and PLANTED.encode() not in seen
+
+
+def test_a_probe_sends_neither_the_token_nor_a_forwarded_value_in_clear(make_cluster, tmp_path):
+    cluster = make_cluster(2, rate="100mbit")
+    traffic = tmp_path / "traffic"
+    command = [TOPO, "probe", "-H", cluster.hostfile, "--quick", "--run-dir", tmp_path / "run"]
+    with captured_traffic(cluster, traffic):
+        process = cluster.popen("n1", command, env={"WANDB_API_KEY": PLANTED, "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+        token = token_of_job(cluster)
+        _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    seen = traffic.read_bytes()
+    assert b"bandwidth_bytes_per_second" in seen
     assert token not in seen and PLANTED.encode() not in seen

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import socket
+import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from distrib.errors import TrainingError
 from distrib.training.gradients.hierarchical_allreduce import _group_between_hosts, _group_by_host
 from distrib.training.gradients.host_shared_memory import HostSharedMemory, PeerListener
 from distrib.training.gradients.int8_blocks import BLOCK_ELEMENTS, Int8Blocks
@@ -39,6 +43,31 @@ def host_ranks(count: int, shared_bytes: int) -> list[HostSharedMemory]:
     for thread in threads:
         thread.join(10)
     return [one for one in found if one is not None]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
+def test_connections_of_other_users_delay_no_rank_and_no_rank_connects_to_another_user():
+    first, second, third = PeerListener(), PeerListener(), PeerListener()
+    addresses = [first.address, second.address]
+    with socket.socket(socket.AF_UNIX) as foreign, ThreadPoolExecutor(1) as own:
+        os.seteuid(65534)
+        try:
+            foreign.connect(first.address)
+            foreign.sendall(struct.pack("i", 1))
+        finally:
+            os.seteuid(0)
+        joined = own.submit(first.connect_all, addresses, 0, 5)
+        connected = second.connect_all(addresses, 1, 5)[0]
+        peer = joined.result()[1]
+        assert connected and peer and connected.getsockname() == peer.getpeername()
+        os.seteuid(65534)  # now the listener is of another user
+        try:
+            with pytest.raises(TrainingError, match="user 0 listens, expected 65534"):
+                PeerListener().connect_all([third.address, b""], 1, 5)
+        finally:
+            os.seteuid(0)
+        connected.close()
+        peer.close()
 
 
 def test_ranks_of_a_host_share_memory_and_wake_each_other():

@@ -43,30 +43,33 @@ class PeerListener:
             A socket to each rank; None for this one.
 
         Raises:
-            TrainingError: A process of another user connected.
+            TrainingError: A process of another user listens at an address.
         """
         peers: list[socket.socket | None] = [None] * len(addresses)
         for other in range(index):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peer.settimeout(timeout_seconds)
             peer.connect(addresses[other])
-            _check_user(peer)
+            if (user := _user_of(peer)) != os.geteuid():
+                raise TrainingError(
+                    f"a rank of this host is not connected: user {user} listens, expected {os.geteuid()}"
+                )
             peer.sendall(struct.pack("i", index))
             peers[other] = peer
         self._listener.settimeout(timeout_seconds)
-        for _ in range(index + 1, len(addresses)):
+        while None in peers[index + 1 :]:
             peer = self._listener.accept()[0]
+            if _user_of(peer) != os.geteuid():  # the abstract addresses are open to every user of the host
+                peer.close()
+                continue
             peer.settimeout(timeout_seconds)
-            _check_user(peer)
             peers[struct.unpack("i", peer.recv(4, socket.MSG_WAITALL))[0]] = peer
         self._listener.close()
         return peers
 
 
-def _check_user(peer: socket.socket) -> None:
-    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user != os.geteuid():
-        raise TrainingError(f"connection to a rank of this host refused: from user {user}, expected {os.geteuid()}")
+def _user_of(peer: socket.socket) -> int:
+    return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
 class HostSharedMemory:
