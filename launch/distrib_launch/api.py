@@ -19,7 +19,7 @@ from distrib_launch.arguments.shared_options import option_words
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
 
-NOT_HERE = ("dry-run", "json", "version", "help", "module")
+NOT_HERE = ("dry-run", "json", "version", "help", "module", "stdin")
 """Options of the command that `run` does not accept."""
 
 
@@ -49,7 +49,7 @@ def run(
         hosts: Hostfile, list such as `"a:2,b:2"`, its items, or slots by host; None: this machine or Slurm's allocation.
         np: Number of ranks; None: one for each slot.
         **options: Options of `distrib-launch` with underscores, such as `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True` or
-            `host_reduction=False`. dry_run, json, module and version do not exist here.
+            `host_reduction=False`. dry_run, json, module, stdin and version do not exist here.
 
     Returns:
         The result; `return_values` has what the function returned on each rank.

@@ -83,6 +83,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
                        "host's (auto, core), to whole NUMA nodes (numa), or not (default: auto)")  # fmt: skip
     group.add_argument("-m", "--module", action="store_true", help="run SCRIPT as a module, as python -m does")
     group.add_argument("--no-python", action="store_true", help="run SCRIPT as a program, such as a shell script")
+    group.add_argument("--stdin", choices=("none", "rank0", "all"), default="none", help="read standard input to its end, such as that "
+                       "of < FILE, and give it to rank 0 or to all ranks (default: none)")  # fmt: skip
     group.add_argument("--sync", metavar="DIR", help=CommonHelp("copy this folder to all hosts first, such as ."))
     group.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]",
                        help=CommonHelp("set or forward a variable, such as NCCL_DEBUG=INFO"))  # fmt: skip

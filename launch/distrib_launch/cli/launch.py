@@ -12,7 +12,7 @@ from itertools import groupby
 import msgspec
 
 from distrib.cluster.node import name_hosts
-from distrib.errors import DistribError, LaunchError
+from distrib.errors import ConfigError, DistribError, LaunchError
 from distrib.units import count_text
 from distrib.utils import files, signals
 from distrib.utils.json_text import encode_json
@@ -24,6 +24,9 @@ from distrib_launch.arguments.launch_arguments import EXAMPLES, USAGE, launch_op
 from distrib_launch.console import prepare_streams, report_error, tolerate_closed_pipe
 from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
 from distrib_launch.status_lines import rank_count
+
+INPUT_LIMIT_BYTES = 64 << 20
+"""Largest input of scripts: the launcher and each rank that gets it hold it in memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,19 +68,24 @@ def _run(arguments: argparse.Namespace) -> int:
 
     files.working_directory()  # raises ConfigError if the folder was deleted
     options = launch_options(arguments)
+    _refuse_second_program(options.arguments)
     if arguments.dry_run:
         plan = runner.plan_launch(options)
         with tolerate_closed_pipe():
             _show_plan(plan, as_json=arguments.json, verbose=options.verbose)
         return 0
     if options.engine == "kubernetes":
+        if arguments.stdin != "none":
+            raise ConfigError("--stdin: pods have no standard input", hint="mount a file", code="option-conflict")
         from distrib_launch.cli import manifest  # loads the YAML writer
 
         return manifest.write(options, arguments)
+    script_input = _read_input() if arguments.stdin != "none" else b""
     with run_directory.claimed_run_dir(options.run_dir, options.script) as run_dir:
         options = msgspec.structs.replace(options, run_dir=str(run_dir))
         plan = runner.plan_launch(options)
-    result = runner.launch(plan, options)
+    input_ranks = (0,) if arguments.stdin == "rank0" else None
+    result = runner.launch(plan, options, script_input=script_input, input_ranks=input_ranks)
     if arguments.json:
         try:
             _print_json(result)
@@ -85,6 +93,32 @@ def _run(arguments: argparse.Namespace) -> int:
             report_error(error)
             return result.exit_code or error.exit_code
     return result.exit_code
+
+
+def _refuse_second_program(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a `:` before an option of the launcher or a file, as mpirun separates programs."""
+    after = arguments[arguments.index(":") + 1 :] if ":" in arguments else ()
+    if after and (after[0] in parser()._option_string_actions or after[0].endswith(".py") or files.is_file(after[0])):
+        raise ConfigError(
+            f": {shlex.join(after)}: a launch runs one script, not several programs as mpirun does",
+            hint="start two launches, or one script that branches on RANK",
+        )
+
+
+def _read_input() -> bytes:
+    """Return standard input, for the ranks. Raises ConfigError."""
+    if sys.stdin is None:
+        return b""
+    if sys.stdin.isatty():
+        raise ConfigError("--stdin: standard input is a terminal, expected a file or pipe", hint="add < FILE")
+    data = sys.stdin.buffer.read(INPUT_LIMIT_BYTES + 1)
+    if len(data) > INPUT_LIMIT_BYTES:
+        raise ConfigError(
+            f"--stdin: more than {INPUT_LIMIT_BYTES >> 20} MiB of input",
+            hint="let the script read a file",
+            code="too-long",
+        )
+    return data
 
 
 def _print_json(value: object) -> None:
