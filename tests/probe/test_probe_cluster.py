@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import time
 
@@ -62,8 +63,11 @@ def test_a_host_that_became_slow_is_found_and_strict_says_so(make_cluster, probe
         if p["load"] == "together"
     }
     assert len(rates) == 12
-    assert rates["n1", "n2"] * 8 == pytest.approx(382e6, rel=0.05)  # TCP payload at 400 Mb/s
-    assert rates["n1", "n3"] * 8 == pytest.approx(191e6, rel=0.05)
+    # One stream of a quick probe scatters by `slow_fraction_quick`, the median of six directions far less.
+    of_slow = [rate for pair, rate in rates.items() if "n3" in pair]
+    others = [rate for pair, rate in rates.items() if "n3" not in pair]
+    assert statistics.median(others) * 8 == pytest.approx(382e6, rel=0.05)  # TCP payload at 400 Mb/s
+    assert statistics.median(of_slow) * 8 == pytest.approx(191e6, rel=0.05)
 
 
 @pytest.mark.alone  # the probe reports no uplink while CPUs are busy

@@ -155,8 +155,10 @@ def test_a_connection_that_another_of_its_worker_replaces_is_over(make):
         link.connect()
 
     for _ in range(3):
+        replaced = link.connection
         backend.client.loop.call_soon(cut)
-        assert comes_true(lambda: link.welcomed and len(cluster.servers[0].peers) == 1)
+        assert comes_true(lambda replaced=replaced: link.connection is not replaced and link.welcomed)
+        assert comes_true(lambda: len(cluster.servers[0].peers) == 1)
         take_step(model, optimizer)
     assert weight(model) == -3
     for sock in kept:
