@@ -94,14 +94,22 @@ class Detected:
             for rank in range(2)
         ]  # fmt: skip
 
+    def seconds_until(self, words: str, *stacks: tuple[hang_report.StackFrame, ...]) -> float:
+        """Return the time at which a message with `words` is printed."""
+        while not any(words in said for said in self.said):
+            if self.run(self.now + 0.1, *stacks):
+                self.now += 0.1
+            assert self.now < 1000
+        return self.now
+
     def run(self, until: float, *stacks: tuple[hang_report.StackFrame, ...]) -> object:
         while self.now < until:
             if failure := self.detector.check(self.now, self._ranks):
                 return failure
-            for state, frames in zip(self._ranks, stacks, strict=True):
+            for state, frames in zip(self._ranks if stacks else (), stacks, strict=True):
                 thread = {"thread_name": "MainThread", "active": False, "frames": frames}
                 self.detector.add_stack(state, msgspec.json.encode([thread]))
-            self.now += 0.5
+            self.now += 0.1
         return None
 
 
@@ -149,6 +157,23 @@ def test_a_job_without_output_has_a_minute_to_start(monkeypatch):
     job = Detected(monkeypatch, 5.0, closing=False)
     job.detector.on_progress()
     assert job.run(9, IN_ALL_REDUCE, IN_LOADER).message.startswith("no progress for 5 s: rank 1 on n1")
+
+
+def test_a_hang_is_announced_and_reported_at_its_times(monkeypatch):
+    """Hint after a minute, report after ten; ten seconds where a rank has ended; without a stack three seconds later."""
+    stacks = IN_ALL_REDUCE, IN_LOADER
+    job = Detected(monkeypatch, None, closing=False)
+    job.detector.on_progress()
+    assert 60 < job.seconds_until("note: no rank has printed", *stacks) < 61
+    assert 600 < job.seconds_until("warning: no progress for 600 s", *stacks) < 601 and len(job.said) == 2
+    job = Detected(monkeypatch, 5.0, closing=False)
+    job.detector.on_progress()
+    assert 5 < job.seconds_until("error: no progress for 5 s", *stacks) < 6
+    job = Detected(monkeypatch, None, closing=True)
+    assert 10 < job.seconds_until("no progress for 10 s", IN_ALL_REDUCE, CLOSING) < 11
+    job = Detected(monkeypatch, 5.0, closing=False)
+    job.detector.on_progress()
+    assert 8 < job.seconds_until("no stack came") < 8.5
 
 
 def test_an_mpi_rank_that_ended_early_is_named_in_a_hang(launch, tmp_path):
