@@ -94,7 +94,7 @@ def finish_seconds(
         while gradient_end < end:
             index += 1
             gradient_end += sizes_bytes[index]
-        ready = max(ready_seconds[: index + 1], default=0.0)
+        ready = max(ready_seconds[: index + 1])
         finish = _finish(finish, ready, end - start, cost)
         last, start = end - start, end
     return finish + last * cost.inside_seconds_per_byte
@@ -117,7 +117,7 @@ def optimal_bounds(
     """Choose the bucket boundaries whose last bucket ends earliest.
 
     The exact optimum by dynamic programming over `BUCKETS.max_atoms` atoms, as MG-WFBP merges (Shi, Chu, Li 2019, arXiv:1811.11141).
-    Larger gradients are split, smaller neighbours joined. Ties go to fewer buckets.
+    Larger gradients are split, smaller neighbours joined. Ties go to the larger last bucket.
 
     Args:
         sizes_bytes: Gradients in the order in which they get ready.
@@ -136,23 +136,21 @@ def optimal_bounds(
     for atom in atoms:
         offsets.append(offsets[-1] + atom)
     bound = max(max_bytes or offsets[-1], max(atoms))
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # finish time, buckets, start of the last bucket
+    best = [(0.0, 0)]  # finish time, start of the last bucket
     for end in range(1, len(offsets)):
-        choice = (math.inf, 0, 0)
+        inside = cost.inside_seconds_per_byte if end == len(atoms) else 0.0
+        choices = []
         for start in range(end - 1, -1, -1):
             length = offsets[end] - offsets[start]
             if length > bound:
                 break
-            finish = _finish(best[start][0], ready[end - 1], length, cost)
-            if end == len(atoms):
-                finish += length * cost.inside_seconds_per_byte
-            if finish < choice[0] or (finish == choice[0] and best[start][1] + 1 < choice[1]):
-                choice = (finish, best[start][1] + 1, start)
-        best.append(choice)
+            finish = _finish(best[start][0], ready[end - 1], length, cost) + length * inside
+            choices.append((finish, start))
+        best.append(min(choices))
     ends, at = [], len(offsets) - 1
     while at > 0:
         ends.append(offsets[at])
-        at = best[at][2]
+        at = best[at][1]
     return tuple(reversed(ends))
 
 
@@ -216,20 +214,19 @@ def _atoms(sizes: Sequence[int], ready: Sequence[float], grain: int) -> tuple[li
     target = max(grain, math.ceil(sum(sizes) / BUCKETS.max_atoms))
     parts: list[int] = []
     times: list[float] = []
-    gathered, latest, before = 0, 0.0, 0.0
+    gathered, latest = 0, 0.0
     for size, seconds in zip(sizes, ready, strict=True):
-        latest = max(latest, seconds)
         if gathered and gathered + size > target:
             parts.append(gathered)
-            times.append(before)
+            times.append(latest)
             gathered = 0
+        latest = max(latest, seconds)
         if size > 2 * target:
             ends = even_bounds(size, 2 * target, grain)
             parts += [end - start for start, end in zip((0, *ends), ends, strict=False)]
             times += [latest] * len(ends)
         else:
             gathered += size
-        before = latest
     if gathered:
         parts.append(gathered)
         times.append(latest)
@@ -345,19 +342,16 @@ def _split(part: GradientBucket, ends: Sequence[int]) -> list[GradientBucket]:
 def _join(parts: Sequence[GradientBucket], ends: Sequence[int]) -> list[GradientBucket]:
     """Join buckets at new boundaries; each is ready with its last byte."""
     density = sum(part.elements for part in parts) / sum(part.size_bytes for part in parts)
-    found, place, begun = [], 0, 0
-    reached = parts[0].size_bytes
-    for end in ends:
-        tensors = parts[place].tensors
-        while reached < end:
-            place += 1
-            reached += parts[place].size_bytes
-            tensors += parts[place].tensors
-        size = end - begun
+    edges = list(itertools.accumulate((part.size_bytes for part in parts), initial=0.0))
+    found = []
+    for begin, end in itertools.pairwise((0, *ends)):
+        members = [part for at, part in enumerate(parts) if edges[at] < end and begin < edges[at + 1]]
         found.append(
             GradientBucket(
-                size_bytes=size, elements=size * density, tensors=tensors, ready_seconds=parts[place].ready_seconds
+                size_bytes=end - begin,
+                elements=(end - begin) * density,
+                tensors=sum(part.tensors for part in members),
+                ready_seconds=members[-1].ready_seconds,
             )
         )
-        begun = end
     return found

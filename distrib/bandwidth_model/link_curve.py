@@ -33,12 +33,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             size_bytes: 0 or more.
         """
-        if not self.logs:
-            return self.latency_seconds + self.factor * size_bytes / self.bandwidth_bytes_per_second
-        taken = self._measured(size_bytes)
-        return taken if self.factor == 1.0 else self.latency_seconds + self.factor * max(
-            0.0, taken - self.latency_seconds
-        )  # fmt: skip
+        return self.latency_seconds + self.factor * self._seconds_beyond_latency(size_bytes)
 
     def slower(self, factor: float) -> Curve:
         """Scale the bandwidth.
@@ -53,17 +48,18 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         """The bandwidth of large messages."""
         return self.bandwidth_bytes_per_second / self.factor
 
-    def _measured(self, size_bytes: float) -> float:
-        first, last = self.logs[0], self.logs[-1]
-        if size_bytes <= 0:
-            return self.latency_seconds
+    def _seconds_beyond_latency(self, size_bytes: float) -> float:
+        if not self.logs:
+            return size_bytes / self.bandwidth_bytes_per_second
+        smallest, largest = (math.exp(log) for log, _, _ in (self.logs[0], self.logs[-1]))
+        if size_bytes <= smallest:
+            return (math.exp(self.logs[0][1]) - self.latency_seconds) * size_bytes / smallest
+        if size_bytes >= largest:
+            beyond = (size_bytes - largest) / self.bandwidth_bytes_per_second
+            return math.exp(self.logs[-1][1]) - self.latency_seconds + beyond
         log = math.log(size_bytes)
-        if log <= first[0]:
-            return self.latency_seconds + (math.exp(first[1]) - self.latency_seconds) * size_bytes / math.exp(first[0])
-        if log >= last[0]:
-            return math.exp(last[1]) + (size_bytes - math.exp(last[0])) / self.bandwidth_bytes_per_second
         place = bisect.bisect_right(self.logs, log, key=lambda point: point[0])
-        return math.exp(_cubic(self.logs[place - 1], self.logs[place], log))
+        return math.exp(_cubic(self.logs[place - 1], self.logs[place], log)) - self.latency_seconds
 
 
 def linear_curve(latency_seconds: float, bandwidth_bytes_per_second: float) -> Curve:
@@ -101,9 +97,10 @@ def measured_curve(
     sizes = sorted(seconds)
     _straighten(sizes, seconds)
     logs: list[tuple[float, float]] = []
+    fastest = math.inf
     for size in reversed(sizes):
-        seconds[size] = min(seconds[size], seconds[sizes[-1]], *(math.exp(log) for _, log in logs[-1:]))
-        logs.append((math.log(size), math.log(seconds[size])))
+        fastest = min(fastest, seconds[size])
+        logs.append((math.log(size), math.log(fastest)))
     logs.reverse()
     slopes = _slopes(logs)
     first = math.exp(logs[0][1])

@@ -12,19 +12,27 @@ from hypothesis import strategies as st
 from distrib.bandwidth_model.bucketing import (
     BUCKETS,
     AllReduceCost,
+    GradientBucket,
     candidate_bounds,
     ddp_bounds,
+    ddp_bucket_bytes,
+    ddp_buckets,
     even_bounds,
     finish_seconds,
+    hook_bucket_bytes,
+    hook_buckets,
+    is_averaged_by_ddp,
     optimal_bounds,
 )
+from distrib.bandwidth_model.workload import Gradient
+from distrib.strategy import Gradients, Strategy
 from distrib.training.gradients import comm_hook
 
 wires = st.builds(
     AllReduceCost,
     overhead_seconds=st.floats(1e-5, 1e-1),
     seconds_per_byte=st.floats(1e-10, 1e-6),
-    inside_seconds_per_byte=st.floats(0, 1e-9),
+    inside_seconds_per_byte=st.floats(0, 1e-6),
 )
 
 
@@ -68,6 +76,109 @@ def test_even_pieces_are_even(total, piece):
     assert not sizes or max(sizes) - min(sizes) <= 8
 
 
+COST = AllReduceCost(overhead_seconds=1.0, seconds_per_byte=0.5, inside_seconds_per_byte=0.25)
+
+
+def test_buckets_cross_the_network_one_after_the_other():
+    # 6 bytes are ready at 3.0, summed inside the host until 4.5, and cross until 8.5; 4 bytes until 11.5, and 1.0 inside.
+    assert finish_seconds((6, 10), [4, 2, 4], [1.0, 3.0, 2.0], COST) == 12.5
+    assert finish_seconds((6, 10), [4, 2, 4], [1.0, 3.0, 20.0], COST) == 25.0
+    assert finish_seconds((), [], [], COST) == 0.0
+
+
+def test_of_equal_finish_times_the_fewest_buckets_are_chosen():
+    free = AllReduceCost(overhead_seconds=0.0, seconds_per_byte=2.0**-10)
+    assert optimal_bounds([64] * 4, [0.0] * 4, free) == (256,)
+
+
+def test_boundaries_inside_a_gradient_are_multiples_of_the_grain():
+    early = AllReduceCost(overhead_seconds=0.0, seconds_per_byte=1.0, inside_seconds_per_byte=1.0)
+    ends = optimal_bounds([10_000, 6, 10_000], [0.0] * 3, early, grain_bytes=100)
+    assert len(ends) > 5 and all(end % 100 in (0, 6) for end in ends)
+
+
+def test_sizes_of_ddps_buckets():
+    assert ddp_bounds([1 << 20, 24 << 20, 1 << 20, 5], None) == (1 << 20, 26 << 20, (26 << 20) + 5)
+    assert ddp_bounds([3, 3, 4, 1], 6) == (6, 11)
+    assert ddp_bounds([]) == ()
+    assert [ddp_bucket_bytes(size) for size in (0, 33_333_333, 1 << 40)] == [2 << 20, 3_333_333, 25 << 20]
+    assert [hook_bucket_bytes(size) for size in (0, 33_333_333)] == [256 << 10, 520_833]
+    assert [even_bounds(0, 9), even_bounds(640, 10**6), even_bounds(640, 1), even_bounds(100, 64)] == [
+        (), (640,), tuple(range(64, 641, 64)), (64, 100)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "one_rank_per_host", "total_bytes", "expected"),
+    [
+        (Strategy(), True, 1 << 30, True),
+        (Strategy(), False, 256 << 10, True),
+        (Strategy(), False, (256 << 10) + 1, False),
+        (Strategy(gradients=Gradients("fp16")), True, 1, False),
+        (Strategy(all_reduce="hierarchical"), True, 1, False),
+        (Strategy(bucket_bytes=1 << 20), True, 1, False),
+    ],
+)
+def test_exact_gradients_of_one_rank_per_host_or_small_models_are_averaged_by_ddp(
+    strategy, one_rank_per_host, total_bytes, expected
+):
+    assert is_averaged_by_ddp(total_bytes, strategy, one_rank_per_host=one_rank_per_host) is expected
+
+
+STREAM = [
+    Gradient(name=f"p{n}", elements=(n + 1) << 18, size_bytes=(n % 3 + 1) << 20, ready_seconds=0.1 * (7 - abs(n - 7)))
+    for n in range(10)
+]
+TOTAL = sum(gradient.size_bytes for gradient in STREAM)
+
+
+def test_buckets_of_ddp_sum_up_their_gradients():
+    first, *_, last = found = ddp_buckets(STREAM, 5 << 20)
+    assert first == GradientBucket(
+        size_bytes=6 << 20, elements=6 << 18, tensors=3, ready_seconds=STREAM[2].ready_seconds
+    )
+    assert last == GradientBucket(
+        size_bytes=1 << 20, elements=10 << 18, tensors=1, ready_seconds=STREAM[9].ready_seconds
+    )
+    assert found[2].ready_seconds == STREAM[7].ready_seconds  # the latest of gradients 6 to 8, not the last
+    assert [bucket.size_bytes >> 20 for bucket in ddp_buckets(STREAM)] == [1, 18]
+
+
+def test_the_hook_keeps_the_buckets_that_must_stay_whole_or_that_ddp_averages():
+    whole = Strategy(gradients=Gradients("powersgd", rank=4), bucket_bytes=5 << 20)
+    assert hook_buckets(STREAM, whole, COST, ranks_per_host=2) == ddp_buckets(STREAM, 5 << 20)
+    assert hook_buckets(STREAM, Strategy(), COST, ranks_per_host=1) == ddp_buckets(STREAM, 2 << 20)
+    many = [*STREAM, *STREAM, *STREAM]  # 57 MiB: a tenth is 5.7 MiB
+    assert hook_buckets(many, Strategy(), COST, ranks_per_host=1) == ddp_buckets(many, ddp_bucket_bytes(3 * TOTAL))
+
+
+def test_the_hook_divides_ddps_buckets_evenly_where_a_size_is_given_or_inside_one_host():
+    given_size = hook_buckets(STREAM, Strategy(bucket_bytes=5 << 20), COST, ranks_per_host=2)
+    assert [bucket.size_bytes >> 20 for bucket in given_size] == [3, 3, 3, 3, 3, 3, 1]
+    assert given_size[0] == GradientBucket(
+        size_bytes=3 << 20, elements=3 << 18, tensors=3, ready_seconds=STREAM[2].ready_seconds
+    )
+    default = hook_buckets(STREAM, Strategy(), None, ranks_per_host=2)
+    assert [bucket.size_bytes for bucket in default] == [1 << 20] * 19
+    assert [bucket.ready_seconds for bucket in default[:3]] == [STREAM[n].ready_seconds for n in (0, 1, 1)]
+    assert [bucket.elements for bucket in default[:3]] == [1 << 18, 1 << 18, 1 << 18]
+
+
+def test_the_hook_joins_and_divides_buckets_where_the_cost_of_a_bucket_is_known():
+    wire = AllReduceCost(overhead_seconds=0.01, seconds_per_byte=1e-8)
+    found = hook_buckets(STREAM, Strategy(), wire, ranks_per_host=2)
+    ready = [gradient.ready_seconds for gradient in STREAM]
+    sizes = [gradient.size_bytes for gradient in STREAM]
+    ends = optimal_bounds(sizes, ready, wire, max_bytes=wire.large_enough_bytes)
+    assert [bucket.size_bytes for bucket in found] == lengths(ends) and 1 < len(ends) < len(STREAM)
+    owner = [next(n for n, edge in enumerate(itertools.accumulate(sizes)) if edge >= end) for end in ends]
+    assert [bucket.ready_seconds for bucket in found] == [ready[n] for n in owner]
+    begins = [next(n for n, edge in enumerate(itertools.accumulate(sizes)) if edge > end) for end in (0, *ends[:-1])]
+    assert [bucket.tensors for bucket in found] == [last - first + 1 for first, last in zip(begins, owner, strict=True)]
+    elements = sum(gradient.elements for gradient in STREAM)
+    assert [bucket.elements for bucket in found] == pytest.approx([n / TOTAL * elements for n in lengths(ends)])
+
+
 def test_a_slow_wire_starts_early_and_a_costly_piece_is_large():
     sizes, ready = [4 << 20] * 10, [0.02 * i for i in range(1, 11)]
     eager = optimal_bounds(
@@ -84,16 +195,16 @@ def test_where_compute_takes_longest_the_last_piece_is_small():
     assert sum(sizes) - ends[-2] <= 1 << 20
 
 
+def lengths(ends):
+    return [end - start for start, end in itertools.pairwise((0, *ends))]
+
+
 @pytest.mark.parametrize("largest", [1 << 20, 3 << 20])
 def test_a_bound_is_kept(largest):
     ends = optimal_bounds(
         [8 << 20] * 3, [0.0, 0.0, 0.0], AllReduceCost(overhead_seconds=1.0, seconds_per_byte=1e-9), max_bytes=largest
     )
     assert max(b - a for a, b in itertools.pairwise((0, *ends))) <= largest
-
-
-def lengths(ends):
-    return [end - start for start, end in itertools.pairwise((0, *ends))]
 
 
 @given(gradients(), wires)

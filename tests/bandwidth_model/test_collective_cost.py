@@ -27,6 +27,32 @@ def test_a_curve_passes_through_measured_points_and_interpolates():
     assert curve.seconds(400 * MB) == pytest.approx(4.0, rel=0.01)
 
 
+def test_a_curve_is_the_monotone_cubic_of_scipy_between_its_ends():
+    import scipy.interpolate  # half a second, in each process of pytest-xdist
+
+    sizes = [1, 15, 100, 700, 1500, 40_000, 1_000_000]
+    points = [Point(size, 1e-4 + size / 1e8) for size in sizes]
+    curve = link_curve.measured_curve([*points, Point(0, 1.0), Point(700, 1.0)])
+    reference = scipy.interpolate.PchipInterpolator(
+        [math.log(point.size_bytes) for point in points], [math.log(point.seconds) for point in points]
+    )
+    for size in (*sizes[1:-1], 20, 90, 300, 1000, 5000, 30_000):
+        assert curve.seconds(size) == pytest.approx(math.exp(reference(math.log(size))), rel=1e-9)
+
+
+def test_a_curve_is_straight_beyond_its_measurements():
+    points = [Point(100, 1e-3), Point(200, 2e-3)]
+    curve = link_curve.measured_curve(points, latency_seconds=2e-4, bandwidth=1e6)
+    assert [curve.seconds(size) for size in (0, 0.5, 50, 100, 200)] == pytest.approx([2e-4, 2.04e-4, 6e-4, 1e-3, 2e-3])
+    assert curve.seconds(10**6) == pytest.approx(2e-3 + 1 - 200e-6)
+    slow = curve.slower(2).slower(3)
+    assert [slow.seconds(size) for size in (0, 50, 200)] == pytest.approx([2e-4, 2.6e-3, 11e-3])
+    assert slow.large_bytes_per_second == pytest.approx(1e6 / 6)
+    assert link_curve.measured_curve(points).seconds(50) == pytest.approx(1e-3)
+    assert link_curve.measured_curve(points, latency_seconds=1.0).seconds(0) == pytest.approx(1e-3)
+    assert link_curve.measured_curve(points[:1] * 2) is None
+
+
 def test_a_message_slower_than_a_larger_one_takes_the_time_of_the_larger():
     curve = link_curve.measured_curve([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
     assert curve.seconds(1000) == curve.seconds(2000) == pytest.approx(0.001)
@@ -123,12 +149,13 @@ def test_ranks_of_one_host_share_its_link():
 
 
 def test_an_outlier_of_a_curve_is_interpolated():
-    """The curve ignores an outlier: 1 MiB took three times as long as a link of 0.1 GB/s and 1 ms needs."""
+    """The curve ignores an outlier: one size took three times as long as a link of 0.1 GB/s and 1 ms needs."""
     sizes = [4**n << 10 for n in range(9)]
-    points = [Point(size, 1e-3 + size / 1e8 * (3 if size == 1 << 20 else 1), 0.0) for size in sizes]
-    curve = link_curve.measured_curve(points)
-    for size in sizes:
-        assert curve.seconds(size) == pytest.approx(1e-3 + size / 1e8, rel=0.05)
+    for outlier in sizes[1:-1]:
+        points = [Point(size, (1e-3 + size / 1e8) * (3 if size == outlier else 1), 0.0) for size in sizes]
+        curve = link_curve.measured_curve(points)
+        for size in sizes:
+            assert curve.seconds(size) == pytest.approx(1e-3 + size / 1e8, rel=0.1), outlier
 
 
 def test_measured_nccl_all_reduces_correct_the_tuner_model():

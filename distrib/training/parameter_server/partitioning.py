@@ -9,6 +9,7 @@ that the forward pass needs first are spread over all servers.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -95,24 +96,24 @@ def partition(
     total = sum(parameter.elements * item_bytes(parameter.kind) for parameter in parameters)
     target_bytes = chunk_bytes(total, servers, shared=shared)
     chunks: list[Chunk] = []
-    loads = [0] * servers
+    loads: Counter[int] = Counter()
     numbered = sorted(enumerate(parameters), key=lambda item: (item[1].group, item[1].kind))
     for (group, kind), members in groupby(numbered, key=lambda item: (item[1].group, item[1].kind)):
         run = [Piece(number, 0, parameter.elements) for number, parameter in members if parameter.elements]
         size = sum(piece.stop for piece in run)
         for pieces in _divide(run, _count(size * item_bytes(kind), target_bytes, servers)):
-            server = min(range(servers), key=lambda s: (loads[s], s))
+            server = min(range(servers), key=loads.__getitem__)
             chunks.append(Chunk(len(chunks), server, group, kind, pieces))
             loads[server] += chunks[-1].bytes
     return tuple(chunks)
 
 
 def _whole(parameters: Sequence[ParameterSpec], servers: int) -> tuple[Chunk, ...]:
-    loads = [0] * servers
+    loads: Counter[int] = Counter()
     chosen: dict[int, int] = {}
     for number, parameter in sorted(enumerate(parameters), key=lambda item: -item[1].elements):
         if parameter.elements:
-            chosen[number] = server = min(range(servers), key=lambda s: (loads[s], s))
+            chosen[number] = server = min(range(servers), key=loads.__getitem__)
             loads[server] += parameter.elements * item_bytes(parameter.kind)
     return tuple(
         Chunk(at, chosen[number], parameters[number].group, parameters[number].kind,

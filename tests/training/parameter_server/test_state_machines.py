@@ -25,7 +25,7 @@ from distrib.bandwidth_model.server_throughput import CHUNKS
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.event_loop import EventLoop
 from distrib.training.parameter_server.failover import RebuildTimer
-from distrib.training.parameter_server.partitioning import ParameterSpec, item_bytes, partition
+from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec, Piece, item_bytes, partition
 from distrib.training.parameter_server.server_optimizer import (
     ChunkOptimizer,
     OptimizerSpec,
@@ -42,8 +42,9 @@ KINDS = st.sampled_from(["float32", "float64"])
 def test_every_element_is_in_one_chunk(specs, servers, whole):
     parameters = [ParameterSpec(f"p{n}", shape, group, kind) for n, (shape, group, kind) in enumerate(specs)]
     if not sum(parameter.elements for parameter in parameters):
-        with pytest.raises(TrainingError, match="no parameters"):
+        with pytest.raises(TrainingError, match="no parameters") as refused:
             partition(parameters, servers, whole=whole)
+        assert "requires_grad" in str(refused.value.hint)
         return
     chunks = partition(parameters, servers, whole=whole)
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
@@ -68,7 +69,43 @@ def test_no_server_is_hot():
         loads = [sum(chunk.bytes for chunk in chunks if chunk.server == server) for server in range(servers)]
         assert max(loads) < 1.01 * min(loads), case
         assert len(chunks) >= 2 * servers, case
-    assert item_bytes("bfloat16") == 2
+
+
+def test_sizes_of_elements_are_those_of_torch():
+    for kind in ("float64", "float32", "float16", "bfloat16"):
+        assert item_bytes(kind) == getattr(torch, kind).itemsize
+
+
+def test_small_parameters_of_a_group_share_a_chunk():
+    parameters = [ParameterSpec("a", (100,)), ParameterSpec("b", (10,), 1), ParameterSpec("c", (6, 10))]
+    assert partition(parameters, 2) == (
+        Chunk(0, 0, 0, "float32", (Piece(0, 0, 100), Piece(2, 0, 60))),
+        Chunk(1, 1, 1, "float32", (Piece(1, 0, 10),)),
+    )
+
+
+def test_each_server_has_a_chunk_from_a_quarter_of_the_least_size_on():
+    least = 3 * CHUNKS.min_bytes // 4
+    assert [chunk.server for chunk in partition([ParameterSpec("a", (least // 4,))], 3)] == [0, 1, 2]
+    assert len(partition([ParameterSpec("a", (least // 4 - 1,))], 3)) == 1
+
+
+def test_chunks_in_shared_memory_are_larger():
+    parameters = [ParameterSpec("a", (10_000_000,))]
+    assert len(partition(parameters, 2, shared=True)) < len(partition(parameters, 2)) / 2
+
+
+def test_whole_tensors_are_spread_by_size():
+    shapes = [(10,), (30,), (20,), (0,), (40,), (10,)]
+    parameters = [
+        ParameterSpec(f"p{n}", shape, kind="float64" if n < 2 else "float32") for n, shape in enumerate(shapes)
+    ]
+    chunks = partition(parameters, 2, whole=True)
+    assert [(chunk.number, chunk.pieces[0], chunk.kind) for chunk in chunks] == [
+        (at, Piece(n, 0, parameters[n].elements), parameters[n].kind) for at, n in enumerate((0, 1, 2, 4, 5))
+    ]
+    # 40 x 4 bytes, then 30 x 8, 20 x 4, 10 x 8, 10 x 4
+    assert [chunk.server for chunk in chunks] == [0, 1, 0, 0, 1]
 
 
 def test_an_embedding_beside_small_layers_is_shared_out():
