@@ -35,7 +35,7 @@ LAUNCH = BIN / "distrib-launch"
 TOPO = BIN / "distrib-topo"
 SCRIPTS = Path(__file__).parent / "scripts"
 JOB = SCRIPTS / "job.py"
-MARK = "DISTRIB_TEST_SESSION"
+MARK = "TEST_SESSION_OF_DISTRIB"
 PRIORITIZED_NICE = -19
 PROCESS_FIXTURES = {"launch", "bring_up"}
 

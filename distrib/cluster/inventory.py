@@ -156,8 +156,6 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     network_identity: str
     """Equal for two names of one network stack."""
     user: str
-    shell: str = ""
-    """The login shell."""
     python: str
     executable: str
     packages: dict[str, str | None]

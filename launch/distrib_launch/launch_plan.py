@@ -47,7 +47,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankPlan, ...]
     notes: tuple[str, ...]
     forwarded: tuple[str, ...] = ()
-    """Names of the variables that ranks get from the user. Their values reach the hosts as the token does, not with assignments."""
+    """Names of the user's variables in `ranks`. Their values reach the hosts as the token does, not with assignments."""
     bind: str = "auto"
     ssh: tuple[str, ...] = ()
     """Command that reaches a host, without the host's name."""

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from distrib_launch.launch_options import LaunchOptions
     from distrib_launch.rank_placement import HostPlan
 
-FORWARDED_PREFIXES = (
+SHOWN_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "CUDA_DEVICE_MAX_", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_",
     "CUDA_MODULE_", "TORCH_", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_", "OMP_", "MKL_", "HF_", "WANDB_", "HOROVOD_",
     "ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "PL_", "LT_", "LIGHTNING_", "MLFLOW_", "TENSORBOARD_", "TRANSFORMERS_", "TOKENIZERS_",
     "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONOPTIMIZE", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONMALLOC",
 )  # fmt: skip
-"""Prefixes of variables that change how a job computes or communicates: every rank gets the launcher's values."""
+"""Prefixes of variables that change how a job computes or communicates: plans show them. Ranks get others, too (`rank_agent.forwarding`)."""
 
 _SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|((API|ACCESS|SSH|PRIVATE|SIGNING|MASTER)_?KEYS?"
@@ -53,16 +53,16 @@ def mask_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) -> dict[str, str]:
-    """Return the variables that every rank gets from the user.
+    """Return the user's variables that plans and manifests show; the ranks get the rest of the environment, too.
 
     Args:
-        environ: Environment of the launcher; names with one of `FORWARDED_PREFIXES` are forwarded.
+        environ: Environment of the launcher; names with one of `SHOWN_PREFIXES` are shown.
         requested: Values of `-x`: `NAME` or `NAME=VALUE`; the last value of a name counts.
 
     Raises:
         ConfigError: An item has no valid name, the launcher sets that variable itself, or it is not in `environ`.
     """
-    chosen = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
+    chosen = {name: value for name, value in environ.items() if name.startswith(SHOWN_PREFIXES)}
     for item in requested:
         name, equals, value = item.partition("=")
         if not name or any(c in name for c in " \t\n\0"):

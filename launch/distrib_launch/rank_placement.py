@@ -44,8 +44,6 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Network interface to the other hosts, chosen at the start; None if there are no others."""
     address: str | None = None
     """Address of that interface."""
-    shell: str | None = None
-    """Login shell of the user there; None: not known."""
 
     @property
     def workers(self) -> int:

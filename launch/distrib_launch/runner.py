@@ -203,10 +203,14 @@ def _notes(options: LaunchOptions, plan: LaunchPlan, hosts: HostList | None, top
     notes = []
     if plan.engine == "kubernetes" and (ignored := kubernetes.ignored_options(options)):
         notes.append(f"left out, as pods have an image and a network of their own: {', '.join(ignored)}")
-    if engines.get(plan.engine).lacks_variable("PYTHONPATH", plan, os.environ):
-        notes.append("PYTHONPATH is set here but not for ranks on other hosts; -x PYTHONPATH forwards it")
     on_cpus = all(rank.device == "cpu" for rank in plan.ranks)
-    if not on_cpus and engines.get(plan.engine).lacks_variable("CUDA_VISIBLE_DEVICES", plan, os.environ):
+    keeps_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") and "CUDA_VISIBLE_DEVICES" not in plan.forwarded
+    if (
+        keeps_gpus
+        and not on_cpus
+        and plan.engine == "mpirun"
+        and not all(netif.is_here(host.name) for host in plan.hosts)
+    ):
         notes.append(
             "CUDA_VISIBLE_DEVICES is set here but not for ranks on other hosts: they use the first GPUs there; "
             "-x CUDA_VISIBLE_DEVICES forwards it"

@@ -37,14 +37,6 @@ def test_dry_run_shows_every_rank_and_starts_nothing(tmp_path):
     assert plan["script"][0] in plan["command"]
 
 
-def test_pythonpath_that_is_not_forwarded_is_noted(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    note = "PYTHONPATH is set here but not for ranks on other hosts; -x PYTHONPATH forwards it"
-    assert note in dry_run(tmp_path, "-H", "a:2,b:3")["notes"]
-    assert note not in dry_run(tmp_path, "-H", "a:2,b:3", "-x", "PYTHONPATH")["notes"]
-    assert note not in dry_run(tmp_path, "-H", "localhost:2")["notes"]
-
-
 def test_cuda_visible_devices_that_are_not_forwarded_are_noted(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     told = lambda *words: "CUDA_VISIBLE_DEVICES is set here" in str(dry_run(tmp_path, "-H", *words)["notes"])  # noqa: E731

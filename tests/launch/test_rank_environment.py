@@ -27,7 +27,7 @@ def test_ranks_have_the_variables_that_torchrun_sets(launch):
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
 
 
-def test_variables_of_common_libraries_are_forwarded_and_those_of_a_host_are_not():
+def test_variables_of_common_libraries_are_shown_in_plans_and_others_are_not():
     forwarded = [
         "ACCELERATE_MIXED_PRECISION",
         "DS_ACCELERATOR",

@@ -50,7 +50,7 @@ if order == "ignore":
     time.sleep(60)
 if order == "children":
     # One child in the session, one in its own session, and one with an empty environment in its own session.
-    session = os.environ.get("DISTRIB_TEST_SESSION", "0")
+    session = os.environ.get("TEST_SESSION_OF_DISTRIB", "0")
     subprocess.Popen(["sleep", f"61.{session}"])
     subprocess.Popen(["sleep", f"62.{session}"], start_new_session=True)
     subprocess.Popen(["sleep", f"63.{session}"], env={})

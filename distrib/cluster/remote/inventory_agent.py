@@ -46,7 +46,6 @@ def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "network_identity": network_identity(),
         "user": user_name(os.getuid()),
-        "shell": os.environ.get("SHELL", ""),
         "python": ".".join(map(str, sys.version_info[:3])),
         "executable": sys.executable,
         "packages": packages,

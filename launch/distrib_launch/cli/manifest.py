@@ -48,7 +48,7 @@ def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
     document = kubernetes.manifest(
         plan,
         pods,
-        words=_launcher_words(arguments, rank_environment.FORWARDED_PREFIXES),
+        words=_launcher_words(arguments, rank_environment.SHOWN_PREFIXES),
         environment=environment,
         grace_seconds=options.grace_seconds,
     )

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from distrib_launch.rank_placement import HostPlan
 
 AGENT = (
-    "-c",
-    'import sys; sys.path[0] or sys.path.pop(0); import runpy; runpy.run_module(sys.argv.pop(1), run_name="__main__")',
+    *("-E", "-X", "utf8", "-c"),
+    'import os, sys; sys.path[0] or sys.path.pop(0); sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(":")); '
+    'import runpy; runpy.run_module(sys.argv.pop(1), run_name="__main__")',
     "distrib_launch.rank_agent",
 )
-"""Arguments of Python that start a rank agent, without the working directory on sys.path, whose modules could hide ours (`-m` adds it)."""
+"""Arguments of Python that start a rank agent. Neither the working directory nor PYTHONPATH may hide our modules; PYTHONPATH may hold them.
+Names are in UTF-8 in every locale, as the launcher sends them."""
 
 
 class Engine:
@@ -33,6 +35,8 @@ class Engine:
     """The engine starts daemons over ssh. A daemon that is still starting when the engine ends may outlive it."""
     limits_cpus = False
     """Ranks may get fewer CPUs than their host has."""
+    forwards_environment = False
+    """The engine gives the launcher's environment to every rank by itself."""
     shutdown_seconds = 0.0
     """Time that the engine has to end by itself after the launcher was killed."""
 
@@ -73,14 +77,6 @@ class Engine:
         """
         return ()
 
-    def adapt_to_hosts(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with a command adapted to the hosts that the preflight queried.
-
-        Args:
-            plan: Plan with the hosts' login shells.
-        """
-        return plan
-
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the engine's process.
 
@@ -88,16 +84,6 @@ class Engine:
             environ: Environment of the launcher.
         """
         return dict(environ)
-
-    def lacks_variable(self, name: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
-        """Return True if ranks on other hosts do not get a variable of the launcher's environment.
-
-        Args:
-            name: Name of the variable.
-            plan: Plan of the launch.
-            environ: Environment of the launcher.
-        """
-        return False
 
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
         """Write the files that the command line refers to.

@@ -16,11 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from distrib.environment import DISTRIB_CONTROL, DISTRIB_FORWARDED, DISTRIB_TOKEN
+from distrib.environment import DISTRIB_CONTROL
 from distrib.errors import ConfigError
-from distrib.utils.netif import is_here
 from distrib_launch.engines import ssh
 from distrib_launch.engines.engine import AGENT, Engine
 from distrib_launch.engines.remote_shell import RemoteShell
@@ -47,8 +44,6 @@ in about one of a thousand starts on busy machines: https://github.com/lfortran/
 """
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
 """Disabled PRRTE components: they would replace the planned slots and ssh command. PRRTE ignores unknown names."""
-SHELLS = ("sh", "bash", "zsh", "ksh", "dash")
-"""Login shells that read commands for sh."""
 OTHER_MPIS = (
     ("unknown option .?--prtemca", "of an older Open MPI"),
     (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
@@ -76,24 +71,6 @@ def _find_mpirun(wanted: str | None) -> str:
     )
 
 
-def _needs_ssh_wrapper(plan: LaunchPlan) -> bool:
-    """Return True if Open MPI cannot do without `ssh_wrapper`: it splits its ssh command at blanks and colons."""
-    odd_words = any(not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh)
-    return odd_words or any(host.python or (host.shell and Path(host.shell).name not in SHELLS) for host in plan.hosts)
-
-
-def _agent(plan: LaunchPlan) -> str:
-    """Return the wrapper, with which no login shell reads what PRRTE writes for that of this machine."""
-    if any(char.isspace() for char in f"{plan.script[0]}{SSH_WRAPPER}"):
-        if not _needs_ssh_wrapper(plan):
-            return " ".join(_ssh_of_daemons(plan))
-        raise ConfigError(
-            f"Open MPI cannot run {plan.script[0]}: its path has blanks",
-            hint="install distrib in a folder without blanks, or leave out python= and blanks in --run-dir and --ssh-command",
-        )
-    return f"{plan.script[0]} {SSH_WRAPPER}"
-
-
 def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
     """Return the ssh command of the daemons. Its connections last as long as the job; PRRTE ends all ranks when one ends.
 
@@ -117,6 +94,15 @@ def ranks_file(plan: LaunchPlan) -> Path:
     return Path(f"/tmp/distrib-{plan.attempt_id}.ranks")
 
 
+def wrapper_file(plan: LaunchPlan) -> Path:
+    """Return the file that runs `ssh_wrapper`: PRRTE splits the command at blanks and colons, which other paths may have.
+
+    Args:
+        plan: Plan of the launch.
+    """
+    return Path(f"/tmp/distrib-{plan.attempt_id}.ssh")
+
+
 def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     """Return the command that each rank runs, with the interpreter of its host.
 
@@ -136,6 +122,13 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     )
     last = shlex.join([plan.script[0], *runner])
     return ("/bin/sh", "-c", f'case "$OMPI_COMM_WORLD_RANK" in {cases}*) exec {last};; esac')
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file in /tmp, not through a link of another user."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        file.write(os.fsencode(text))
 
 
 class _Mpirun(Engine):
@@ -161,30 +154,20 @@ class _Mpirun(Engine):
         if any(host.name != "localhost" for host in hosts):
             # With more than 64 hosts PRRTE would start daemons from other hosts (tree spawn). Those hosts may lack the ssh keys and
             # configuration of this machine, and one host that cannot be reached would end the start without a message.
-            agent = _agent(plan)
+            agent = f"/bin/sh {wrapper_file(plan)}"
             words += ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", "1"]
-            if not agent.endswith(str(SSH_WRAPPER)):  # in Open MPI's launch message, which is not encrypted
-                words += ["-x", DISTRIB_TOKEN, "-x", DISTRIB_FORWARDED]
         if plan.mode == "async":
             words += IGNORE_FAILURES
         words += ["-x", DISTRIB_CONTROL]
         return (*words, *_rank_command(plan))
 
-    def adapt_to_hosts(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with `ssh_wrapper` in its command if a host's login shell requires it."""
-        words = list(plan.command)
-        if "plm_ssh_agent" in words:
-            words[words.index("plm_ssh_agent") + 1] = _agent(plan)
-        return msgspec.structs.replace(plan, command=tuple(words))
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of mpirun, without libraries that the user loads into every program."""
+        return {name: value for name, value in environ.items() if name != "LD_PRELOAD"}
 
     def shell(self, plan: LaunchPlan) -> RemoteShell:
         """Return ssh, which reaches the hosts before the start."""
         return RemoteShell(transport="ssh", words=tuple(plan.ssh))
-
-    def lacks_variable(self, name: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
-        """Return True if ranks on other hosts do not get a variable of the launcher: mpirun forwards none by itself."""
-        is_missing = bool(environ.get(name)) and name not in plan.ranks[0].environment
-        return is_missing and not all(is_here(host.name) for host in plan.hosts)
 
     def explain(self, output: str) -> tuple[str, str] | None:
         """Return a message and a hint if mpirun belongs to another MPI; None otherwise."""
@@ -219,7 +202,7 @@ class _Mpirun(Engine):
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
         """Write the hostfile, the ssh configuration and the settings of `ssh_wrapper`."""
         hosts = plan.hosts
-        if any(str(SSH_WRAPPER) in word for word in plan.command):
+        if "plm_ssh_agent" in plan.command:
             own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
             here = str(Path(plan.command[0]).parent.parent)
             prefixes = {
@@ -228,12 +211,11 @@ class _Mpirun(Engine):
             prefixes = dict.fromkeys(plan.spare_slots, here) | prefixes
             settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
             (run_dir / SSH_WRAPPER_SETTINGS).write_text(json.dumps(settings))
+            _write_new(wrapper_file(plan), f'exec {shlex.join([plan.script[0], "-I", str(SSH_WRAPPER)])} "$@"\n')
         slots = {host.name: host.ranks for host in hosts}
         if any(word.startswith("seq:") for word in plan.command):
             slots |= {name: slots.get(name, 0) + spare for name, spare in plan.spare_slots.items()}
-            ranks_file(plan).unlink(missing_ok=True)
-            with ranks_file(plan).open("x") as file:  # not through a link of another user
-                file.write("".join(f"{rank.host}\n" for rank in plan.started))
+            _write_new(ranks_file(plan), "".join(f"{rank.host}\n" for rank in plan.started))
         (run_dir / HOSTFILE).write_text("".join(f"{name} slots={count}\n" for name, count in slots.items()))
         ssh.write_ssh_config(run_dir, plan)
 

@@ -205,6 +205,7 @@ class _Srun(Engine):
     """Slurm's srun, which starts the ranks as the tasks of one job step."""
 
     limits_cpus = True
+    forwards_environment = True
     shutdown_seconds = 3.0
     """Slurm kills all processes as soon as srun is ended, including those that clean up after the ranks."""
 

@@ -4,7 +4,7 @@ Open MPI splits its ssh command at every blank, and starts its daemon on every h
 writes the command for the login shell of this machine. The wrapper is for blanks in the ssh command, for hosts with other interpreters,
 and for login shells and their settings: the command runs in /bin/sh. The job's token and the user's variables go through ssh's standard
 input: the daemon hands them on to the rank agents, and Open MPI's own messages are not encrypted.
-Standard library only.
+It imports the standard library only, as `python -I` may not find ours; so names of variables are literals.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from distrib.environment import DISTRIB_FORWARDED, DISTRIB_RUN_DIR, DISTRIB_TOKEN
 
 
 def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[str]:
@@ -50,11 +48,13 @@ def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[st
 
 def main() -> None:
     """Replace this process by the ssh command."""
-    settings = Path(os.environ[DISTRIB_RUN_DIR], "agent.json").read_text()
+    settings = Path(os.environ["DISTRIB_RUN_DIR"], "agent.json").read_text()
     command = rewrite(sys.argv[1:], json.loads(settings))
     secrets = tempfile.TemporaryFile()  # noqa: SIM115 (ssh reads it; unlike a pipe, it holds any size)
-    for name in (DISTRIB_TOKEN, DISTRIB_FORWARDED):
-        secrets.write(os.fsencode(f"export {name}={shlex.quote(os.environ[name])}\n"))
+    secrets.write(b"#\n" * 16)  # for a login shell whose settings read lines
+    for name, value in os.environ.items():
+        if name.startswith(("DISTRIB_TOKEN", "DISTRIB_FORWARDED")):
+            secrets.write(os.fsencode(f"export {name}={shlex.quote(value)}\n"))
     secrets.seek(0)
     os.dup2(secrets.fileno(), 0)
     os.execvp(command[0], command)

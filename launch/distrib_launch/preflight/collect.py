@@ -154,7 +154,7 @@ def query_hosts(
             now = time.time()
             own = own_inventory(query.question)
             return HostReply(inventory=own, ports=sessions.listen(), sent=now, received=time.time())
-        command = [query.python, "-c", LOADER]
+        command = [query.python, "-X", "utf8", "-c", LOADER]
         if not query.is_local:
             command = remote.command(
                 query.name, f"echo '{SHELL_MARK}'; env | sed -n '/^PYTHON/p'; {shlex.join(command)}"

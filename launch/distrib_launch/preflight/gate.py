@@ -89,9 +89,7 @@ class PreflightGate:
         if remote.transport == "srun":
             self.sessions.release()
         warnings = self._report_warnings(plan, report.lines("warning"))
-        return engines.get(plan.engine).adapt_to_hosts(
-            preflight.apply_network(plan, report, replies, os.environ)
-        ), warnings
+        return preflight.apply_network(plan, report, replies, os.environ), warnings
 
     def _refuse_interface(self) -> None:
         if self.options.interface:

@@ -24,8 +24,15 @@ from typing import IO, NamedTuple, TypeVar
 from distrib.cluster.inventory import is_complete_reply
 from distrib.cluster.remote import connectivity_agent
 
-LOADER = "import sys;sys.path[0]or(sys.path.pop(0));exec(sys.stdin.read(int(sys.stdin.readline())))"
-"""Python source that reads the length of a program and the program from standard input, and runs it, without the working directory on sys.path."""
+LOADER = (
+    "import os,sys;at=sys.path.index(os.path.dirname(os.__file__));sys.path=sys.path[at:]+[p for p in sys.path[:at]if p];"
+    "exec(sys.stdin.read(next(int(l)for l in iter(sys.stdin.readline,'')if l.strip())))"
+)
+"""Python source that reads the length of a program and the program from standard input, and runs it.
+
+The standard library comes before PYTHONPATH, and the working directory is not on sys.path: their modules could hide its modules. Empty
+lines before the length are for a login shell whose settings read lines."""
+BLANK_LINES = "\n" * 16
 SHELL_MARK = "<<distrib-shell>>"
 """Text that a host's shell prints before it starts Python."""
 
@@ -120,7 +127,7 @@ class HostSessions:
         if before:  # it timed out before
             before.wait()
             _close_pipes(before)
-        output = self._exchange(process, f"{len(program)}\n{program}".encode(), timeout)
+        output = self._exchange(process, f"{BLANK_LINES}{len(program)}\n{program}".encode(), timeout)
         if output.code is None and not is_complete_reply(output.out.encode()):
             _kill(process)
         return output

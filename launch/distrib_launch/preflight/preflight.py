@@ -414,7 +414,6 @@ def apply_network(
             host,
             interface=choices[host.name].interface,
             address=choices[host.name].address,
-            shell=report.inventories[host.name].shell or None,
         )
         for host in plan.hosts
     )

@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from distrib.environment import DISTRIB_CONTROL, DISTRIB_FORWARDED, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
 from distrib.utils import signals
 from distrib.utils.framing import ProtocolError
 from distrib.utils.mpi_env import rank_identity
@@ -32,6 +32,7 @@ from distrib_launch.rank_agent.control_channel import (
     connect_to_launcher,
     reserve_port,
 )
+from distrib_launch.rank_agent.forwarding import script_environment
 from distrib_launch.rank_agent.script_process import Refused, ScriptProcess
 from distrib_launch.rank_agent.stack_dump import StackDumper
 
@@ -63,13 +64,11 @@ class RankAgent:
 
     def __init__(self) -> None:
         environ = dict(os.environ)
-        own = DISTRIB_CONTROL, DISTRIB_TOKEN, DISTRIB_FORWARDED
-        forwarded = json.loads(environ.get(DISTRIB_FORWARDED, "{}"))
-        self._environ = {name: value for name, value in environ.items() if name not in own} | forwarded
         identity = rank_identity(environ)
         if identity is None:
             raise SystemExit("distrib: neither mpirun nor srun started this process: its environment has no rank")
         self._identity = identity
+        self._environ = script_environment(environ)
         self._token = environ[DISTRIB_TOKEN]
         self._channel = connect_to_launcher(environ[DISTRIB_CONTROL], self._token)
         self._launcher = self._channel.sock.getpeername()[:2]

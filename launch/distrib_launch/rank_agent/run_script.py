@@ -13,8 +13,11 @@ import builtins
 import os
 import sys
 import time
-from types import TracebackType
-from typing import Any
+
+TYPE_CHECKING = False  # without importing typing
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 LIBRARY_PATH = sys.path[1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import mmap
 import os
 import shutil
@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from distrib.environment import DISTRIB_CONTROL, DISTRIB_FORWARDED, DISTRIB_RUN_DIR, DISTRIB_TOKEN
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_RUN_DIR, DISTRIB_TOKEN
+from distrib.errors import LaunchError
 from distrib_launch import engines, run_directory
 from distrib_launch.engines import mpirun, ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
+from distrib_launch.rank_agent.forwarding import encode_environment
 from distrib_launch.supervisor.rank_state import SETTINGS
 
 
@@ -38,17 +40,29 @@ class EngineProcess:
         self._runtime.write_files(Path(plan.run_dir), plan)
         environ = {
             **self._runtime.environment(os.environ), **plan.engine_environment, DISTRIB_TOKEN: token, DISTRIB_CONTROL: addresses,
-            DISTRIB_FORWARDED: json.dumps({name: plan.ranks[0].environment[name] for name in plan.forwarded}),
             DISTRIB_RUN_DIR: plan.run_dir,
+            **encode_environment(
+                os.environ, {name: plan.ranks[0].environment[name] for name in plan.forwarded}, plan.script[0],
+                has_transport=self._runtime.forwards_environment,
+            ),
         }  # fmt: skip
         environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without
         environ.setdefault("PATH", os.defpath)
         self._read_bytes = self._shown = 0
         self._begun = mmap.mmap(-1, 1)  # shared with the guard
-        with self.log.open("wb") as file:
-            self._process = subprocess.Popen(
-                plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-            )
+        try:
+            with self.log.open("wb") as file:
+                self._process = subprocess.Popen(
+                    plan.command,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            hint = "unset long variables: they are forwarded to the ranks" if error.errno == errno.E2BIG else ""
+            raise LaunchError(f"cannot start {plan.command[0]}: {error.strerror}", hint=hint, code="too-long") from None
         self._guard = reaper.Guard(self._end_after_launcher)
 
     @property
@@ -117,8 +131,9 @@ class EngineProcess:
             shutil.rmtree(sockets, ignore_errors=True)
 
     def _remove_traces(self) -> None:
-        """Remove the file of mpirun's ranks, and the shared-memory folder of an mpirun that was killed."""
-        mpirun.ranks_file(self._plan).unlink(missing_ok=True)
+        """Remove mpirun's files in /tmp, and the shared-memory folder of an mpirun that was killed."""
+        for file in (mpirun.ranks_file(self._plan), mpirun.wrapper_file(self._plan)):
+            file.unlink(missing_ok=True)
         shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 
     def _end_leftovers(self) -> None:

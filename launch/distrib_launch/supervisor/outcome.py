@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
 
 from distrib import strategy
-from distrib.utils import netif
 from distrib.utils.ranges import ranges
 from distrib_launch import engines, results, status_lines
 from distrib_launch.results import Failure, MeasuredPerformance, Status
@@ -128,15 +126,12 @@ class JobOutcome:
             return status, code, self._failure
         plan = self._job.plan
         interpreter = plan.script_on(self._job.hosts[first.host])[0]
-        lacks_pythonpath = engines.get(plan.engine).lacks_variable(
-            "PYTHONPATH", plan, os.environ
-        ) and not netif.is_here(first.host)
         log = self._job.ranks[first.rank].error_log
         exits = self._tolerance.first_exits
         return (
             status,
             code,
-            root_cause.describe_failure(first, exits, log, interpreter, lacks_pythonpath=lacks_pythonpath),
+            root_cause.describe_failure(first, exits, log, interpreter),
         )
 
     @property

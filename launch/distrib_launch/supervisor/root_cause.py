@@ -107,9 +107,7 @@ def fault_in(stderr: str) -> int | None:
     return None
 
 
-def describe_failure(
-    first: RankExit, exits: Sequence[RankExit], log: Path, interpreter: str, *, lacks_pythonpath: bool = False
-) -> Failure:
+def describe_failure(first: RankExit, exits: Sequence[RankExit], log: Path, interpreter: str) -> Failure:
     """Return the failure that `result.json` reports.
 
     Args:
@@ -117,7 +115,6 @@ def describe_failure(
         exits: Exits of all ranks.
         log: Stderr of that rank.
         interpreter: Python that ran its script.
-        lacks_pythonpath: True if PYTHONPATH is set for the launcher and not for the rank.
     """
     stderr = tail(log)
     # After an uncaught exception Python exits; threads of Gloo may abort it meanwhile (torch 2.13).
@@ -126,8 +123,7 @@ def describe_failure(
         error = first.error or (error_in(stderr) if first.signal is None else None)
     code, message = _lost(first, exits) if first.lost else (_error_code(first), _message(first, exits, error, stderr))
     if error and (module := message.partition("ModuleNotFoundError: No module named '")[2].partition("'")[0]):
-        pythonpath = ", or forward PYTHONPATH: -x PYTHONPATH" if lacks_pythonpath else ""
-        message += f" (install {module.partition('.')[0]} for {interpreter} on {first.host}{pythonpath})"
+        message += f" (install {module.partition('.')[0]} for {interpreter} on {first.host})"
     if error and first.signal == signal.SIGABRT:
         message += " (and SIGABRT while Python was ending)"
     stack = [] if error or not first.signal else python_stack(stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -262,7 +263,11 @@ def test_a_host_that_forbids_binding_runs_the_job_unbound_and_says_so(tmp_path, 
     (tmp_path / "customs/sitecustomize.py").write_text(
         "import os\ndef deny(*_):\n    raise PermissionError(1, 'Operation not permitted')\nos.sched_setaffinity = deny\n"
     )
-    run(tmp_path, "-np", "1", script, env={"PYTHONPATH": str(tmp_path / "customs")})
+    python = tmp_path / "python"  # without the agent's -E
+    python.write_text(f'#!/bin/sh\n[ "$1" != -E ] || shift\nPYTHONPATH={tmp_path}/customs exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "hosts.txt").write_text(f"localhost python={python}\n")
+    run(tmp_path, "-H", tmp_path / "hosts.txt", script)
     every = sorted(os.sched_getaffinity(0))
     assert (tmp_path / "run/ranks/0.out").read_text() == f"{every} {read_machine().cores}\n"
     result = json.loads((tmp_path / "run/result.json").read_text())
