@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.errors import ConfigError
-from distrib.strategy import Gradients, Strategy, encode_strategy, parse_gradients, strategy_from_environment
+from distrib.strategy import (
+    Gradients,
+    OuterOptimizer,
+    Strategy,
+    encode_strategy,
+    parse_gradients,
+    strategy_from_environment,
+    strategy_options,
+)
 from distrib_launch.arguments import training_options
 from distrib_launch.cli import launch
 
@@ -39,6 +47,36 @@ def test_options_make_the_strategy():
         mode="async", servers=2, staleness=0, replicas=1
     )
     assert chosen("--mode", "async", "--staleness", "unbounded").staleness is None
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("--accumulate 3 --balance --bucket 8MiB --gradients powersgd:3 --all-reduce hierarchical",
+         {"accumulate": 3, "balance": True, "bucket_bytes": 8 << 20, "gradients": Gradients("powersgd", rank=3), "all_reduce": "hierarchical"}),
+        ("--mode local --inner-steps 7 --outer 0.6:0.5 --fragments 2 --overlap-steps 3 --accumulate 2 --gradients bf16",
+         {"mode": "local", "inner_steps": 7, "outer": OuterOptimizer(lr=0.6, momentum=0.5, fragments=2, overlap_steps=3),
+          "accumulate": 2, "gradients": Gradients("bf16")}),
+        ("--mode local --outer average", {"mode": "local", "outer": OuterOptimizer(lr=1.0, momentum=0.0)}),
+        ("--mode local --outer 0.8", {"mode": "local", "outer": OuterOptimizer(lr=0.8, momentum=0.0)}),
+        ("--mode local --outer diloco", {"mode": "local", "outer": OuterOptimizer(lr=0.7, momentum=0.9)}),
+        ("--mode async --servers 3 --staleness 4 --replicas 1 --no-stale-rate --delay-compensation 0.04",
+         {"mode": "async", "servers": 3, "staleness": 4, "replicas": 1, "stale_rate": False, "delay_compensation": 0.04}),
+        ("--mode async --no-momentum-correction --no-host-reduction --gradients fp16",
+         {"mode": "async", "momentum_correction": False, "host_reduction": False, "gradients": Gradients("fp16")}),
+    ],
+)  # fmt: skip
+def test_every_option_reaches_the_ranks(words, fields):
+    strategy = Strategy(**fields)
+    assert chosen(*words.split()) == strategy == chosen(*strategy_options(strategy))
+    assert strategy_from_environment({"DISTRIB_STRATEGY": encode_strategy(strategy)}) == strategy
+
+
+def test_rounds_of_mode_local_have_500_steps_without_an_option():
+    assert (
+        chosen("--mode", "local").steps_per_round == 500
+        and chosen("--mode", "local", "--inner-steps", "7").steps_per_round == 7
+    )
 
 
 @pytest.mark.parametrize(
