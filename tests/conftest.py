@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 import distrib
 from distrib_launch.cli import launch as launch_command
@@ -42,10 +42,6 @@ PROCESS_FIXTURES = {"launch", "bring_up"}
 # The duration of an example depends more on the machine than on the example.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-# scripts/mutate needs no smallest example, and the same examples for each mutant.
-settings.register_profile(
-    "mutants", settings.get_profile("untimed"), phases=[Phase.explicit, Phase.generate], derandomize=True, database=None
-)
 
 
 HAS_GPU = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
