@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -129,9 +130,10 @@ def _metrics(path: Path) -> list[str]:
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
-                for name, value in json.loads(line).get("metrics", {}).items():
-                    if isinstance(value, (int, float)) and not isinstance(value, bool):
-                        curves.setdefault(name, []).append(float(value))
+                with contextlib.suppress(AttributeError, OverflowError):  # a script may write anything
+                    for name, value in json.loads(line)["metrics"].items():
+                        if isinstance(value, (int, float)) and not isinstance(value, bool):
+                            curves.setdefault(name, []).append(float(value))
     except (OSError, ValueError):
         return []
     drawn = {name: values for name, values in curves.items() if len(values) > 1}

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,7 @@ def locked_run_dir(path: Path) -> Iterator[None]:
         path: The run directory.
 
     Raises:
-        ConfigError: Another job runs in it, or it cannot be created.
+        ConfigError: Another job runs in it, another user may have put links there, or it cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,12 @@ def locked_run_dir(path: Path) -> Iterator[None]:
     except OSError as error:
         raise _cannot_make(path, error) from None
     try:
+        owner = os.fstat(descriptor)
+        if owner.st_uid not in (0, os.geteuid()) and owner.st_mode & stat.S_IWOTH:  # with links in place of our files
+            raise ConfigError(
+                f"unsafe run directory {path}: user {owner.st_uid} owns it and all users may write there",
+                hint="name another with --run-dir",
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

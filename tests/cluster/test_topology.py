@@ -76,9 +76,11 @@ def test_an_invalid_file_is_refused_with_line_and_path(subject):
         assert what in error and "\n" not in error, text
 
 
-def test_a_deeply_nested_file_is_refused_at_once():
+def test_deep_nesting_and_merges_of_merges_are_refused_at_once():
     started = time.process_time()
     assert "t.yaml:1: is not valid YAML: nested more than 100 levels" in topology_error("[" * 100_000)
+    merges = "".join(f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
+    assert "t.yaml:7: is not valid YAML: merged into a mapping of" in topology_error(f"x0: &x0 {{a: 1}}\n{merges}")
     assert time.process_time() - started < 2
 
 

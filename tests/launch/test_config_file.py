@@ -46,6 +46,9 @@ def test_the_command_line_wins(tmp_path):
         ("config: b.yaml", ["'config'"]),
         ("just words", ["has no options"]),
         ("a: [", ["a.yaml"]),
+        ("[" * 20_000, ["a.yaml:1", "100 levels"]),
+        ("mode: !!python/object/apply:os.getcwd []", ["a.yaml:1", "python"]),
+        ("hosts: [&a [x], [*a, *a]]", ["hosts is nested"]),
     ],
 )
 def test_a_mistake_names_file_and_key(tmp_path, text, fragments):
@@ -58,3 +61,9 @@ def test_a_mistake_names_file_and_key(tmp_path, text, fragments):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         parse(tmp_path / "nowhere.yaml")
+
+
+def test_a_toml_file_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "a.toml").write_text("a = " + "[" * 20_000)
+    with pytest.raises(ConfigError, match="--config"):
+        parse(tmp_path / "a.toml")

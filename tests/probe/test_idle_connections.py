@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import sys
+import time
 
 import pytest
 
+from distrib.probe.bench import tcp
 from tests.conftest import TOPO
 
 IDLER = """
@@ -42,6 +45,26 @@ while True:
             print(len(held), flush=True)
     time.sleep(0.01)
 """
+
+
+def test_connections_without_the_token_neither_join_a_test_nor_delay_it():
+    token, task = b"t" * tcp.TOKEN_BYTES, 7
+    listener = tcp.ProbeListener("127.0.0.1")
+    place = "127.0.0.1", listener.port
+    hello = tcp._HELLO.pack(token, task, 0)
+    hostile = [b"", b"x", hello[:-1], b"x" * 1000, b"x" + hello, hello[:16] + b"\xff" * 12, tcp._HELLO.pack(b"w" * 16, task, 0),
+               tcp._HELLO.pack(token, task + 1, 0), tcp._HELLO.pack(token, task, 2)]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for data in hostile * 40:
+            sock = stack.enter_context(socket.create_connection(place))
+            sock.sendall(data)
+        started = time.monotonic()
+        made = tcp.connect_streams("127.0.0.1", place, token, task, 2, started + 5)
+        accepted = listener.accept(token, task, 2, started + 5)
+        assert time.monotonic() - started < 2
+        assert [sock.getpeername() for sock in accepted] == [sock.getsockname() for sock in made]
+        for end in (*made, *accepted, listener.socket):
+            end.close()
 
 
 @pytest.mark.cluster

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from distrib.errors import ConfigError
+from distrib.cluster.yaml_loader import parse_yaml
+from distrib.errors import ConfigError, TopologyError
 from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.shared_options import Parser, option_words
 
@@ -62,13 +61,21 @@ def _read_config(path: str) -> Mapping[str, Any]:
     hint = f"write one {'option = value' if is_toml else 'option: value'} per line"
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-        content = tomllib.loads(text) if is_toml else yaml.safe_load(text)
+        content = tomllib.loads(text) if is_toml else parse_yaml(text, path).data
     except OSError as error:
         raise ConfigError(
             f"--config {path}: {error.strerror}", hint="name an existing file", code="config-file"
         ) from None
-    except (ValueError, yaml.YAMLError) as error:
+    except TopologyError as error:
+        raise ConfigError(f"--config {error.what}", hint=hint, code="config-file") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: {error}", hint=hint, code="config-file") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: it has no options", hint=hint, code="config-file")
+    for key, value in content.items():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if any(isinstance(item, (list, dict)) for item in items):  # aliases can make nested ones endless
+            raise ConfigError(
+                f"--config {path}: {key} is nested, expected one value or a list", hint=hint, code="config-file"
+            )
     return content

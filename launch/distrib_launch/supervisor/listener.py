@@ -102,7 +102,7 @@ class ControlListener:
                     raise ProtocolError(f"the first frame is {kind.name}, expected HELLO")
                 on_frame = self._accept_rank(channel, json.loads(payload))
                 del self.unauthenticated[channel]
-        except (OSError, ProtocolError, ValueError, KeyError):
+        except (OSError, ProtocolError, ValueError, KeyError, TypeError, RecursionError):
             channel.closed = True
         if channel.closed and channel in self.unauthenticated:
             self._drop(channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -154,6 +155,26 @@ def test_a_huge_frame_is_refused_before_it_is_read():
     caller.close()
 
 
+@given(st.binary(max_size=300), st.lists(st.integers(1, 40), max_size=60), st.integers(0, 400))
+@settings(deadline=None, max_examples=100)
+def test_slow_and_truncated_streams_yield_whole_frames_only(payload, sizes, kept):
+    listener, _ = captured(0)
+    sender = listener.spare  # type: ignore[attr-defined]
+    sender.send(Kind.OUT, payload)
+    sender.send(Kind.ERR, payload)
+    frame = len(sender.outgoing) // 2
+    wire = bytes(sender.outgoing[:kept])
+    got, at = [], 0
+    for size in (*sizes, len(wire)):
+        sender.sock.sendall(wire[at : at + size])
+        at += size
+        got += listener.receive()
+    sender.close()
+    got += listener.receive()
+    assert listener.closed and got == [(Kind.OUT, payload), (Kind.ERR, payload)][: min(kept // frame, 2)]
+    listener.close()
+
+
 def attack(address: tuple[str, int], token: bytes, seed: int, frames: int) -> tuple[int, int]:
     """Send random and mutated frames, one connection each. Count connections and reply bytes after the greeting."""
     rng = random.Random(seed)
@@ -273,6 +294,35 @@ def test_a_silent_stranger_is_dropped_and_keeps_nobody_out():
     assert not channel.proven
     a.close()
     b.close()
+
+
+@pytest.mark.parametrize(
+    "hello", [b"", b"{}", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"rank": []}', b'{"rank": -1}', b'{"rank": "x"}', b'{"rank": 1e999}']
+)  # fmt: skip
+def test_a_hostile_hello_closes_its_connection_only(hello):
+    def accept(channel, hello):
+        if not 0 <= hello["rank"] < 2:
+            raise ProtocolError("no such rank")
+        return lambda kind, payload: None
+
+    with selectors.DefaultSelector() as selector:
+        entrance = ControlListener(selector, TOKEN, ["127.0.0.1"], 2, accept)
+        host, _, port = entrance.addresses.rpartition(":")
+        caller = Channel(socket.create_connection((host, int(port))), TOKEN, listener=False)
+        sent = False
+        deadline = time.monotonic() + 4
+        while not caller.closed and time.monotonic() < deadline:
+            for key, events in selector.select(0.02):
+                key.data(key.fileobj, events)
+            with contextlib.suppress(ConnectionError):
+                assert not list(caller.receive())
+                if caller.proven and not sent:
+                    caller.send(Kind.HELLO, hello)
+                    sent = True
+                caller.flush()
+        assert sent and caller.closed and not entrance.unauthenticated
+        entrance.close()
+        caller.close()
 
 
 def test_silent_connections_keep_no_rank_out():
