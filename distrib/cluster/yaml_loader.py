@@ -30,8 +30,6 @@ _CORE_SCHEMA = {
     "float": r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]{1,3})?|[0-9]+[eE][-+]?[0-9]{1,3}|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
     "merge": r"<<",
 }
-MAX_MERGED_KEYS = 100_000
-"""Largest mapping with its merged keys (`<<`): ten levels of merges in merges would otherwise need hours."""
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -51,8 +49,8 @@ class _Loader(_BASE):  # type: ignore[misc]  # with or without libyaml
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > MAX_MERGED_KEYS:
-            what = f"merged into a mapping of {len(node.value)} keys, expected at most {MAX_MERGED_KEYS}"
+        if len(node.value) > 100_000:  # ten levels of merges (`<<`) in merges would need hours
+            what = f"merged into a mapping of {len(node.value)} keys, expected at most 100000"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
 

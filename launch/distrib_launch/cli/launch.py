@@ -25,9 +25,6 @@ from distrib_launch.console import prepare_streams, report_error, tolerate_close
 from distrib_launch.launch_plan import LaunchPlan, RankPlan, without_secrets
 from distrib_launch.status_lines import rank_count
 
-INPUT_LIMIT_BYTES = 64 << 20
-"""Largest input of scripts: the launcher and each rank that gets it hold it in memory."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
@@ -105,16 +102,16 @@ def _refuse_second_program(arguments: Sequence[str]) -> None:
         )
 
 
-def _read_input() -> bytes:
-    """Return standard input, for the ranks. Raises ConfigError."""
+def _read_input(limit_bytes: int = 64 << 20) -> bytes:
+    """Return standard input, for the ranks, which hold it in memory. Raises ConfigError."""
     if sys.stdin is None:
         return b""
     if sys.stdin.isatty():
         raise ConfigError("--stdin: standard input is a terminal, expected a file or pipe", hint="add < FILE")
-    data = sys.stdin.buffer.read(INPUT_LIMIT_BYTES + 1)
-    if len(data) > INPUT_LIMIT_BYTES:
+    data = sys.stdin.buffer.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
         raise ConfigError(
-            f"--stdin: more than {INPUT_LIMIT_BYTES >> 20} MiB of input",
+            f"--stdin: more than {limit_bytes >> 20} MiB of input",
             hint="let the script read a file",
             code="too-long",
         )
