@@ -22,10 +22,12 @@ from distrib.training.data.sampler import ShardSampler, _global_batches, proport
         (40, 4, 8, False, True, [32, 8]),  # two samples for each rank
         (39, 4, 8, False, True, [20, 19]),
         (33, 4, 8, False, False, [17, 16]),
+        (100, 4, 8, False, True, [32, 32, 18, 18]),
         (3, 2, 8, False, True, [3]),
         (4, 4, 8, False, True, [4]),
         (8, 4, 1, False, True, [4, 4]),
         (6, 4, 1, False, True, [4, 4]),  # continues with the first two
+        (10, 4, 1, False, True, [4, 4, 4]),
         (6, 4, 1, False, False, [4, 2]),
         (5, 2, 2, False, True, [3, 2]),
         (63, 4, 8, True, True, [32]),
