@@ -15,6 +15,7 @@ import msgspec
 from distrib import units
 from distrib.environment import DISTRIB_STRATEGY
 from distrib.errors import ConfigError
+from distrib.utils.json_text import decode_json
 
 Mode = str
 """A name in `STRATEGIES`."""
@@ -394,7 +395,7 @@ def strategy_from_environment(environ: Mapping[str, str]) -> Strategy:
     if not text:
         return Strategy()
     try:
-        return validate_strategy(msgspec.json.decode(text, type=Strategy))
+        return validate_strategy(decode_json(text, Strategy))
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"{DISTRIB_STRATEGY}: {error}",

@@ -126,7 +126,9 @@ def test_ranks_read_what_the_launcher_wrote(strategy):
     assert strategy_from_environment({"DISTRIB_STRATEGY": encode_strategy(strategy)}) == strategy
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"mode":"fast"}', '{"speed":1}', '{"servers":2}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"mode":"fast"}', '{"speed":1}', '{"servers":2}', '{"mode":"\udce9"}', "[" * 5000]
+)
 def test_a_broken_variable_is_named(text):
     with pytest.raises(ConfigError):
         strategy_from_environment({"DISTRIB_STRATEGY": text})

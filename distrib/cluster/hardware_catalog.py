@@ -5,15 +5,18 @@ The figures and their conventions are in `hardware_catalog.yaml`. Measurements t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
 from distrib import units
+from distrib.errors import ConfigError
 
 LinkKind = Literal["infiniband", "roce", "ethernet", "nvlink", "pcie"]
 CatalogKind = TypeVar("CatalogKind")
@@ -113,10 +116,23 @@ def read_catalog_file(path: Path, kind: type[CatalogKind]) -> CatalogKind:
 
     # libyaml is ten times as fast, where PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), loader), kind)
+    try:
+        return msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), loader), kind)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+@contextlib.contextmanager
+def _report_damage(path: Path) -> Iterator[None]:
+    """Raise ConfigError for a catalogue that is not as installed."""
+    try:
+        yield
+    except (ValueError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", hint="install distrib again", code="file-unreadable") from None
 
 
 @functools.cache
+@_report_damage(PATH)
 def hardware_catalog() -> HardwareCatalog:
     """Load the catalogue."""
     file = read_catalog_file(PATH, _CatalogFile)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from distrib.cluster.measurements import Measurements
+from distrib.utils.json_text import decode_json
 
 MARK = "measured:  # by distrib-topo probe, which replaces this part as a whole"
 
@@ -92,7 +93,7 @@ def decode_measured(part: str) -> Measurements | None:
     values |= {key: f"[{','.join(lines)}]" for key, lines in items.items()}
     document = "{" + ",".join(f'"{key}":{value}' for key, value in values.items()) + "}"
     try:
-        return msgspec.json.decode(document, type=Measurements)
+        return decode_json(document, Measurements)
     except msgspec.DecodeError:
         return None
 

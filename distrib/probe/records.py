@@ -208,7 +208,7 @@ def decode_record(line: str | bytes) -> Record | None:
     """
     try:
         record: Record = _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return record
 

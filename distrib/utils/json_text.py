@@ -46,9 +46,10 @@ def decode_json(text: str | bytes, kind: type[T]) -> T:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError:
         raise
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:  # a lone surrogate, or no JSON
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:  # a lone surrogate, or no JSON
         try:
-            value = json.loads(text)
+            return msgspec.convert(json.loads(text), kind, str_keys=True)
+        except msgspec.ValidationError:
+            raise
         except (ValueError, RecursionError):
             raise msgspec.DecodeError(str(error)) from None
-        return msgspec.convert(value, kind, str_keys=True)

@@ -193,5 +193,5 @@ def _shares(host: HostPlan, count: int | None, local: LocalMachine, options: Lau
     found = []
     for local_rank in range(host.workers):
         share = affinity.share_of(local.machine, local_rank, host.workers, environ, options.bind, on_gpus=bool(gpus))
-        found.append(share._replace(threads=int(threads)) if threads.isdigit() else share)
+        found.append(share._replace(threads=int(threads)) if threads.isdecimal() and len(threads) < 10 else share)
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from distrib import units
-from distrib.bandwidth_model.workload import Workload, write_workload
+from distrib.bandwidth_model.workload import Workload, validate_workload, write_workload
 from distrib.environment import DISTRIB_PROFILE
 from distrib.errors import ConfigError, LaunchError
 from distrib.utils import files
@@ -99,11 +99,11 @@ def save(options: LaunchOptions, result: Result, run_dir: Path, console: Console
         ) from None
     if reply.workload is None:
         raise LaunchError(
-            reply.problem,
+            reply.problem or f"no profile: {options.script} wrote another result",
             hint="let the script run for longer" if "step(s); a" in reply.problem else "",
             code="profile-failed",
         )
-    write_workload(options.profile, reply.workload)
+    write_workload(options.profile, validate_workload(reply.workload, "profile of rank 0"))
     console.say(f"{summary(reply.workload, reply.steps)}; written to {options.profile}")
 
 

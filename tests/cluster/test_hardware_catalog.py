@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from distrib.cluster.hardware_catalog import find_gpu, gpu_hint, hardware_catalog
 from distrib.cluster.link_spec import parse_bus_link, parse_network_link, parse_uplink_rate
+from distrib.errors import ConfigError
 
 
 def test_every_figure_of_the_catalogue_has_a_source_and_is_plausible():
@@ -26,6 +27,15 @@ def test_every_figure_of_the_catalogue_has_a_source_and_is_plausible():
     names = [name.lower() for gpu in known.gpus for name in (gpu.name, *gpu.names)]
     assert len({gpu.name for gpu in known.gpus}) == len(known.gpus)
     assert len(set(names)) >= len(names) - 4  # a name may differ from that of its GPU in case only
+
+
+@pytest.mark.parametrize("text", ["a: [", "\udce9", "gpus: 1", "sources: {}\ngpus: []\nlinks: [{name: a, kind: roce, rate: [1Gb/s, x], usable: [1, x], latency: [1 us, x]}]"])  # fmt: skip
+def test_a_damaged_catalogue_is_named(tmp_path, monkeypatch, text):
+    path = tmp_path / "catalog.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    monkeypatch.setattr("distrib.cluster.hardware_catalog.PATH", path)
+    with pytest.raises(ConfigError, match="is damaged"):
+        hardware_catalog.__wrapped__()  # without its cache
 
 
 @given(st.sampled_from(["ethernet", "roce"]), st.floats(0.5, 900), st.floats(1.0, 2.0))

@@ -59,6 +59,8 @@ def test_a_mistake_names_file_and_key(tmp_path, text, fragments):
 
 
 def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nouser"):
+        parse(Path("~nouser/a.yaml"))
     with pytest.raises(ConfigError, match="nowhere"):
         parse(tmp_path / "nowhere.yaml")
 

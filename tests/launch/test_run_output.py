@@ -157,6 +157,8 @@ def test_the_stack_of_the_thread_that_crashed_is_found():
         (["examples/visoin/eval.py"], "did you mean examples/vision/eval.py?"),
         (["elsewhere/eval.py"], "options of distrib-launch stand before the script"),
         (["--bucket", "25", "train.py"], "write 25MiB"),
+        (["--bucket", "²", "train.py"], "--bucket ²: "),
+        (["--bucket", "9" * 5000, "train.py"], "no unit"),
         (["-np", "99999", "train.py"], "add --oversubscribe"),
     ],
 )

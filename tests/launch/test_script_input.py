@@ -1,4 +1,4 @@
-"""Input of a script, sent to the chosen ranks."""
+"""Frames to and from ranks: the input of a script, and invalid ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.supervisor import Supervisor
 
 
-def test_script_input_goes_to_the_chosen_ranks(tmp_path):
-    plan = plan_builder.build_plan(
+def planned(tmp_path):
+    return plan_builder.build_plan(
         LaunchOptions(script="x", directory="/", run_dir=str(tmp_path), engine="mpirun"),
         hostfile.parse_host_list("a:2,b:2"), None,
     )  # fmt: skip
+
+
+def test_script_input_goes_to_the_chosen_ranks(tmp_path):
+    plan = planned(tmp_path)
     for wanted, ranks in (((0,), [0]), (None, [0, 1, 2, 3])):
         supervisor = Supervisor(plan, Console([]), script_input=b"words", input_ranks=wanted)
         sent = []
@@ -67,3 +71,20 @@ def test_input_of_a_terminal_or_without_end_is_refused(monkeypatch, launch_in_pr
         distrib_launch.run("a.py", stdin="all")
     pods = launch_in_process("--stdin", "all", "--engine", "kubernetes", "--image", "i", "-H", "a", "a.py")
     assert pods.code == 2 and "pods have no standard input" in pods.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (Kind.HEARTBEAT, b"[]"),
+        (Kind.HEARTBEAT, b'{"ping": "x"}'),
+        (Kind.EXIT, b'{"device": "cpu"}'),
+        (Kind.EXIT, b'{"placed": ' + b"[" * 5000),
+    ],
+)
+def test_an_invalid_frame_of_a_rank_is_refused(tmp_path, kind, payload):
+    supervisor = Supervisor(planned(tmp_path), Console([]))
+    supervisor.job.assigned = True
+    with pytest.raises(ValueError):
+        supervisor.connections._on_frame(supervisor.job.ranks[0], kind, payload)
+    supervisor.selector.close()

@@ -24,7 +24,14 @@ def test_records_are_decoded_from_their_lines_and_other_lines_are_not():
         ProbeEnded(seconds=1.0),
     ]:
         assert decode_record(encode_record(record)) == record
-    for line in ("", "hello", '{"type": "pair"', '{"type": "unknown"}', "[1]"):
+    for line in (
+        "",
+        "hello",
+        '{"type": "pair"',
+        '{"type": "unknown"}',
+        "[1]",
+        '{"type": "groups", "sides": ' + "[" * 5000,
+    ):
         assert decode_record(line) is None
 
 

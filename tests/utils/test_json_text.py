@@ -32,7 +32,19 @@ def test_numbers_that_json_lacks_are_null_in_any_text():
         assert json.loads(encode_json(Sample(name, math.nan)))["number"] is None
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"name": "\\udce9"', '{"name": 3}', '{"name": "\\udce9", "number": "x"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"name": "\\udce9"',
+        '{"name": 3}',
+        '{"name": "\\udce9", "number": "x"}',
+        b'{"name": "\xe9"}',
+        "\udce9",
+        "[" * 5000,
+    ],
+)
 def test_other_text_is_refused(text):
     with pytest.raises(msgspec.DecodeError):
         decode_json(text, Sample)

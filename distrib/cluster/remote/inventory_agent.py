@@ -185,7 +185,7 @@ def cgroup_limit(controller: str, name: str, old_name: str) -> int | None:
             continue
         while True:
             found = read_proc_text(base + path.rstrip("/") + "/" + file)
-            if found.isdigit() and int(found) < 1 << 60:
+            if found.isdecimal() and int(found) < 1 << 60:
                 limits.append(int(found))
             if path in ("", "/"):
                 break

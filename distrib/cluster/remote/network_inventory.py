@@ -26,7 +26,7 @@ def network_identity() -> str:
 def read_port_range() -> list[int] | None:
     """Read the range of ephemeral ports; None if unknown."""
     words = read_proc_text("/proc/sys/net/ipv4/ip_local_port_range").split()
-    return [int(word) for word in words] if len(words) == 2 else None
+    return [int(word) for word in words] if len(words) == 2 and all(word.isdecimal() for word in words) else None
 
 
 def _dump_netlink(kind: int) -> Iterator[bytes]:
@@ -77,8 +77,8 @@ def read_interfaces() -> list[dict[str, Any]]:
             found[index] = {"name": name, "kind": "loopback" if flags & 8 else interface_kind, "infiniband": kind == 32, "addresses": [],
                             "up": bool(flags & 1 and flags & 0x40),
                             "mtu": struct.unpack("=I", fields[4])[0] if 4 in fields else None,
-                            "speed_bytes_per_second": int(speed) * 125000 if speed.isdigit() else None,
-                            "carrier_changes": int(changes) if changes.isdigit() else None,
+                            "speed_bytes_per_second": int(speed) * 125000 if speed.isdecimal() else None,
+                            "carrier_changes": int(changes) if changes.isdecimal() else None,
                             "rdma": rdma.get(name, []), "numa_node": numa_node(here + "device"),
                             "pcie": pcie_link(here + "device")}  # fmt: skip
             if 10 in fields:  # IFLA_MASTER

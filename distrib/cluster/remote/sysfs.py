@@ -86,4 +86,4 @@ def numa_node(device: str) -> int | None:
         The node; None if unknown.
     """
     text = read_proc_text(f"{device}/numa_node")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None

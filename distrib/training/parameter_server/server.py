@@ -347,7 +347,7 @@ def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, i
             hint="start the script with distrib-launch --mode async",
             code="no-parameter-server",
         )
-    return found, environ[DISTRIB_KEY].encode()
+    return found, os.fsencode(environ[DISTRIB_KEY])
 
 
 def main() -> int:

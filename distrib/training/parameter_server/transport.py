@@ -357,5 +357,5 @@ def decode(payload: Any) -> Any:
     """
     try:
         return msgspec.json.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a payload is not JSON: {error}") from None

@@ -68,7 +68,7 @@ def _read_config(path: str) -> Mapping[str, Any]:
         ) from None
     except TopologyError as error:
         raise ConfigError(f"--config {error.what}", hint=hint, code="config-file") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RuntimeError) as error:  # of deep nesting, or of ~ without a home
         raise ConfigError(f"--config {path}: {error}", hint=hint, code="config-file") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: it has no options", hint=hint, code="config-file")

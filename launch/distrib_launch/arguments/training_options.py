@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import msgspec
 
@@ -119,7 +120,7 @@ def _outer(options: argparse.Namespace) -> OuterOptimizer:
 def _bucket(text: str | None) -> int | None:
     if text is None:
         return None
-    if text.isdigit() and int(text):
+    if re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ConfigError(f"--bucket {text}: no unit", hint=f"write {text}MiB")
     try:
         size = units.parse_size(text)

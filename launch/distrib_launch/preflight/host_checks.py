@@ -219,7 +219,7 @@ Data center GPUs also work with older drivers if the package cuda-compat is inst
 def _least_driver(facts: Inventory) -> int | None:
     """Return the driver branch that torch needs if the host has an older one."""
     major, driver = (text.partition(".")[0] for text in (facts.torch_cuda or "", facts.driver or ""))
-    least = MIN_DRIVER_BY_CUDA.get(int(major)) if major.isdigit() and driver.isdigit() else None
+    least = MIN_DRIVER_BY_CUDA.get(int(major)) if major.isdecimal() and driver.isdecimal() else None
     return least if least and int(driver) < least else None
 
 

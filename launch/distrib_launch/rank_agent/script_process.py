@@ -168,7 +168,7 @@ class ScriptProcess:
         threads = environ["OMP_NUM_THREADS"]
         self.placed = {
             "cpus": "" if problem else ranges(share.cpus),
-            "threads": int(threads) if threads.isdigit() else None, "problem": problem,
+            "threads": int(threads) if threads.isdecimal() and len(threads) < 10 else None, "problem": problem,
         }  # fmt: skip
         return process
 

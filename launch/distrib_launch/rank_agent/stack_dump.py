@@ -63,7 +63,7 @@ def with_state(dump: bytes, pid: int) -> bytes:
         pid: Process id of the script.
     """
     # An error message is not JSON, and other versions of py-spy may write other fields.
-    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, OSError, RecursionError):
         threads = json.loads(dump)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
         for thread in threads:

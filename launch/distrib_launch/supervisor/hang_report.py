@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from distrib.cluster.node import name_hosts
+from distrib.utils.json_text import decode_json
 from distrib.utils.ranges import ranges
 from distrib_launch.supervisor.rank_state import RankState
 
@@ -110,7 +111,7 @@ def parse_stack(state: RankState, dump: bytes) -> Stack:
         dump: Output of `py-spy dump --json`, or an error message.
     """
     try:
-        threads = msgspec.json.decode(dump, type=list[_Thread])
+        threads = decode_json(dump, list[_Thread])
         problem = "no Python thread"
     except msgspec.DecodeError:
         threads, problem = [], (dump.decode(errors="replace").strip().splitlines() or ["no stack"])[-1][:200]

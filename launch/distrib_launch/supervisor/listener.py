@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from distrib.utils.framing import ProtocolError
+from distrib.utils.json_text import decode_json
 from distrib_launch.rank_agent.control_channel import Channel, Kind
 
 MAX_UNAUTHENTICATED = 256
@@ -100,9 +100,9 @@ class ControlListener:
                     continue
                 if kind is not Kind.HELLO:
                     raise ProtocolError(f"the first frame is {kind.name}, expected HELLO")
-                on_frame = self._accept_rank(channel, json.loads(payload))
+                on_frame = self._accept_rank(channel, decode_json(payload, dict[str, Any]))
                 del self.unauthenticated[channel]
-        except (OSError, ProtocolError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ProtocolError, ValueError, KeyError, TypeError):
             channel.closed = True
         if channel.closed and channel in self.unauthenticated:
             self._drop(channel)

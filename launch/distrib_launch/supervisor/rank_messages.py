@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from distrib.utils.json_text import decode_json
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.fault_tolerance import FaultTolerance
@@ -15,6 +18,26 @@ from distrib_launch.supervisor.hang_detector import HangDetector
 from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
 from distrib_launch.supervisor.rank_exit import ErrorRecord, Lost, RankExit, parse_error_record
 from distrib_launch.supervisor.rank_state import JobState, RankState
+
+
+class _Heartbeat(msgspec.Struct):
+    """Payload of HEARTBEAT: Unix times of the launcher's last ping and of the host."""
+
+    ping: float | None = None
+    time: float = 0.0
+
+
+class _ExitRecord(msgspec.Struct):
+    """Payload of EXIT."""
+
+    device: str | None
+    placed: dict[str, Any]
+    exit_code: int | None
+    signal: int | None
+    stopped_by: str
+    ended: float
+    message: str
+    error: str
 
 
 class RankMessages:
@@ -46,6 +69,9 @@ class RankMessages:
             state: The rank that sent it.
             kind: Kind of the frame.
             payload: Its content.
+
+        Raises:
+            ValueError: The content is not valid.
         """
         if kind in (Kind.OUT, Kind.ERR):
             descriptor = 1 if kind is Kind.OUT else 2
@@ -54,9 +80,9 @@ class RankMessages:
             self._hang_detector.on_progress(to_stderr=kind is Kind.ERR)
             self._job.console.rank_output(state.plan.rank, descriptor, payload)
         elif kind is Kind.HEARTBEAT:
-            beat = json.loads(payload)
-            if "ping" in beat:
-                state.measure_clock(beat["ping"], beat["time"], time.time())
+            beat = decode_json(payload, _Heartbeat)
+            if beat.ping is not None:
+                state.measure_clock(beat.ping, beat.time, time.time())
         elif kind is Kind.STATUS:
             for line in payload.splitlines():
                 # A script may write arbitrary bytes into its status pipe.
@@ -69,7 +95,7 @@ class RankMessages:
         elif (
             kind is Kind.EXIT and self._job.assigned
         ):  # before the assignments, the engine's output has the reason why it ended its ranks
-            self._on_exit_record(state, json.loads(payload))
+            self._on_exit_record(state, decode_json(payload, _ExitRecord))
 
     def _on_status(self, state: RankState, status: dict[str, Any], line: bytes) -> None:
         if not any(other.step > 0 for other in self._job.ranks) and int(status.get("step", -1)) > 0:
@@ -86,7 +112,7 @@ class RankMessages:
             self._job.rank_warnings.append(text)
         if "measured" in status:
             self._monitor.add_report(state.plan.rank, status["measured"])
-        if "metrics" in status and status.get("main", state.plan.rank == self._tolerance.main):
+        if isinstance(status.get("metrics"), dict) and status.get("main", state.plan.rank == self._tolerance.main):
             path = self._job.run_dir / "metrics.jsonl"
             try:
                 with path.open("ab") as file:
@@ -104,20 +130,20 @@ class RankMessages:
                 f"cannot write the return value of rank {state.plan.rank}: {path}: {error.strerror}", str(path)
             )
 
-    def _on_exit_record(self, state: RankState, record: dict[str, Any]) -> None:
-        state.device = record["device"] or state.device
-        state.placed = record["placed"]
+    def _on_exit_record(self, state: RankState, record: _ExitRecord) -> None:
+        state.device = record.device or state.device
+        state.placed = record.placed
         if problem := state.placed.get("problem"):
             self._job.warnings.append(f"rank {state.plan.rank} on {state.plan.host} ran unbound: {problem}")
         first_there = next(s for s in self._job.ranks if s.plan.host == state.plan.host and s.plan.local_rank == 0)
         self._end(
             state,
-            record["exit_code"],
-            record["signal"],
-            stopped_by=record["stopped_by"],
-            ended=record["ended"] - first_there.clock_offset,
-            message=record["message"],
-            error=parse_error_record(record["error"]),
+            record.exit_code,
+            record.signal,
+            stopped_by=record.stopped_by,
+            ended=record.ended - first_there.clock_offset,
+            message=record.message,
+            error=parse_error_record(record.error),
         )
 
     def on_lost(self, state: RankState, why: str, lost: Lost = "closed") -> None:

@@ -271,6 +271,8 @@ def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
         status="failed", exit_code=1, world_size=3, hosts=HOSTS, seconds=1.5, restarts=0, ranks=(rank,), first_failure=failure,
         warnings=("the wire & more",), predicted=FORETOLD, measured=measured,
     )  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text('{"metrics": {"n": 1%s}}\n' % ("0" * 400))  # too large for a float
+    html_report.write_report(plan, result, tmp_path, 0.0)
     (tmp_path / "metrics.jsonl").write_text('{"metrics": {"loss": 2.0, "name": "x"}}\n{"metrics": {"loss": 1.0}}\n')
     html_report.write_report(plan, result, tmp_path, 0.0)
     page = Page()
