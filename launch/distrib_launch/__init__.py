@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # without importing typing, which a module of the user may hide from `python -m distrib_launch`
 if TYPE_CHECKING:
+    from typing import Any
+
     from distrib_launch.api import RunResult, run
 
 __all__ = ["RunResult", "run"]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-LIBRARY_PATH = sys.path[1:]
+LIBRARY = os.path.dirname(os.__file__)
+LIBRARY_PATH = sys.path[sys.path.index(LIBRARY) if LIBRARY in sys.path else 1 :]  # without PYTHONPATH
 LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", "/lib/python3.")
 
 
@@ -169,6 +170,8 @@ def main() -> int:
             del sys.argv[0]
             if not path_is_safe:  # the user's modules must not hide ours
                 sys.path[:1] = [] if sys.argv[0].startswith(("distrib.", "distrib_launch.")) else [os.getcwd()]
+            if sys.argv[0].startswith("distrib."):
+                sys.path[:] = LIBRARY_PATH + [folder for folder in sys.path if folder not in LIBRARY_PATH]
             runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]  # `python -m` calls the same function
             return 0
         path = sys.argv[0]

@@ -20,6 +20,7 @@ import pytest
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib.utils.framing import new_token
 from distrib_launch.rank_agent.control_channel import Channel, Kind
+from distrib_launch.rank_agent.forwarding import encode_environment
 
 pytestmark = pytest.mark.processes
 
@@ -79,6 +80,7 @@ def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket
     program = "from distrib_launch.rank_agent import agent, reaper as r; r.tagged = r.in_session = None; agent.main()"
     with contextlib.ExitStack() as stack:
         environment |= {DISTRIB_CONTROL: f"127.0.0.1:{listener.getsockname()[1]}", DISTRIB_TOKEN: token}
+        environment |= encode_environment(os.environ, {}, sys.executable)
         process = stack.enter_context(
             subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
         )
