@@ -52,17 +52,21 @@ def test_an_error_file_of_another_form_is_ignored(text):
     assert parse_error_record(text) is None
 
 
-def test_mpiruns_file_in_tmp_is_not_written_through_a_link(tmp_path):
+def test_files_of_mpirun_in_tmp_are_not_written_through_links(tmp_path):
     options = LaunchOptions(script="x", directory="/", run_dir=str(tmp_path), engine="mpirun", ranks=1)
     plan = plan_builder.build_plan(options, hostfile.parse_host_list("a:2"), None)
     (victim := tmp_path / "victim").write_text("kept")
-    link = mpirun.ranks_file(plan)
-    link.symlink_to(victim)
+    links = mpirun.ranks_file(plan), mpirun.wrapper_file(plan)
+    for link in links:
+        link.symlink_to(victim)
     try:
         engines.get("mpirun").write_files(tmp_path, plan)
-        assert victim.read_text() == "kept" and link.read_text() == "a\n" and not link.is_symlink()
+        assert victim.read_text() == "kept" and not any(link.is_symlink() for link in links)
+        assert links[0].read_text() == "a\n" and links[1].read_text().startswith("exec ")
+        assert all(link.stat().st_mode & 0o022 == 0 for link in links)
     finally:
-        link.unlink()
+        for link in links:
+            link.unlink()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")

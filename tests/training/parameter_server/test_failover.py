@@ -98,6 +98,10 @@ def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
     (planted / "result-3").write_bytes(b"[1]\nx")
     other.results.pieces.clear()
     assert Snapshots(0).restore(other) is None and not other.results.pieces
+    planted.chmod(0o700)
+    planted.rename(tmp_path / "elsewhere")
+    planted.symlink_to(tmp_path / "elsewhere")
+    assert Snapshots(0).restore(other) is None and not other.results.pieces
 
 
 def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
