@@ -14,7 +14,7 @@ import pytest
 from distrib.errors import LaunchError
 from distrib_launch.rank_agent import agent, control_channel
 from distrib_launch.rank_agent.control_channel import Assignment, Kind, SilenceMonitor
-from distrib_launch.supervisor import attempts, host_liveness, stop_sequence
+from distrib_launch.supervisor import attempts, host_liveness, stop_sequence, supervisor
 from distrib_launch.supervisor.host_liveness import LIVENESS, HostLiveness
 from distrib_launch.supervisor.stop_sequence import StopSequence
 from distrib_launch.supervisor.supervisor import Supervisor
@@ -79,7 +79,7 @@ def planned(launch_in_process, monkeypatch):
     return plan
 
 
-def test_the_time_limits_are_those_of_the_options_and_of_the_documentation(planned):
+def test_the_time_limits_are_those_of_the_options_and_of_the_documentation(planned, monkeypatch):
     plain, elastic = planned(), planned("--mode", "async")
     page = (ROOT / "docs/explanation/failures.md").read_text()
     silence, async_silence = plain._liveness.silence_seconds, elastic._liveness.silence_seconds
@@ -89,6 +89,11 @@ def test_the_time_limits_are_those_of_the_options_and_of_the_documentation(plann
     assert (given._liveness.silence_seconds, given.job.grace_seconds, given._timeout_seconds) == (7.0, 5.0, 9.0)
     assert given._hang_detector._timeout_seconds == 4.0
     assert planned("--mode", "async", "--host-timeout", "7s")._liveness.silence_seconds == 7.0
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(supervisor, "send_assignments", lambda *_, **options: sent.append(options))
+    given.assign()
+    assert sent[0]["host_timeout_seconds"] == 7.0
+    given.job.assigned = False
     # --timeout counts from the first start of the job.
     given._check_limits(0.0, 8.9)
     assert not given.job.stopping
@@ -98,19 +103,19 @@ def test_the_time_limits_are_those_of_the_options_and_of_the_documentation(plann
 
 def test_a_job_stops_soon_after_a_failure_whose_cause_may_still_come(planned):
     """Without a failure of its own a lost host may be the cause, which takes longest."""
-    supervisor = planned()
-    supervisor.job.assigned, supervisor.job.failed_at = True, 100.0
-    supervisor._check_limits(102.4, 0.0)
-    assert not supervisor.job.stopping
-    supervisor._check_limits(102.6, 0.0)
-    assert supervisor.job.stopping
-    supervisor = planned()
-    supervisor.job.assigned, supervisor.job.failed_at = True, 100.0
-    supervisor.job.ranks[0].exit = types.SimpleNamespace(failed=True, consequence=False)  # type: ignore[assignment]
-    supervisor._check_limits(100.2, 0.0)
-    assert not supervisor.job.stopping
-    supervisor._check_limits(100.4, 0.0)
-    assert supervisor.job.stopping
+    failed = planned()
+    failed.job.assigned, failed.job.failed_at = True, 100.0
+    failed._check_limits(102.4, 0.0)
+    assert not failed.job.stopping
+    failed._check_limits(102.6, 0.0)
+    assert failed.job.stopping
+    failed = planned()
+    failed.job.assigned, failed.job.failed_at = True, 100.0
+    failed.job.ranks[0].exit = types.SimpleNamespace(failed=True, consequence=False)  # type: ignore[assignment]
+    failed._check_limits(100.2, 0.0)
+    assert not failed.job.stopping
+    failed._check_limits(100.4, 0.0)
+    assert failed.job.stopping
 
 
 class Acknowledgements:

@@ -14,7 +14,14 @@ import pytest
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.parameter_server import membership, replica_link, server, server_connections, server_link
+from distrib.training.parameter_server import (
+    membership,
+    replica_link,
+    server,
+    server_connections,
+    server_link,
+    snapshots,
+)
 from distrib.training.parameter_server.event_loop import EventLoop
 from distrib.training.parameter_server.failover import DEFAULT_TIMEOUTS
 from distrib.training.parameter_server.replica_link import ReplicaLink
@@ -173,3 +180,20 @@ def test_a_shard_is_rebuilt_by_the_first_living_server_after_ten_seconds(third_s
         return 0 in made.services
 
     assert seconds <= clock.seconds_until(has_shard, 1.0) <= seconds + 1
+
+
+def test_a_server_writes_a_snapshot_of_changed_values_every_ten_seconds(monkeypatch, tmp_path):
+    page = (ROOT / "docs/how-to/parameter-servers.md").read_text()
+    assert "it restarts from its last snapshot, about 10 s old" in page
+    clock = ManualClock(monkeypatch, snapshots)
+    monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
+    kept = snapshots.Snapshots(0)
+    monkeypatch.setattr(kept, "_write_snapshot", lambda _: None)
+    monkeypatch.setattr(snapshots.time, "time", lambda: 0.0, raising=False)
+    service = ShardService(0, 1, Strategy(mode="async"), BufferPool())
+    for _ in range(2):
+        kept.written_updates, kept.writer = [1], None  # the shard has changed since
+        begun = clock.now
+        clock.seconds_until(lambda: kept.write(service, clock.now) or kept.writer)
+        assert 9.9 < clock.now - begun < 10.3
+        kept.writer.join(10)

@@ -16,6 +16,7 @@ from distrib.training.parameter_server.server import ParameterServer
 from distrib.training.parameter_server.server_connections import ServerConnections
 from distrib.training.parameter_server.transport import GREETING, HEADER, Frame, FrameFlag, FrameKind, decode, encode
 from distrib.utils.framing import NONCE_BYTES, PROOF_BYTES, Handshake, ProtocolError
+from tests.conftest import ROOT
 from tests.support import parameter_server_cluster
 from tests.support.parameter_server_cluster import Cluster, comes_true, straight, take_step, weight
 
@@ -178,6 +179,8 @@ def test_a_server_reads_no_frame_of_a_peer_that_does_not_prove_the_key(make):
 
 
 def test_a_peer_that_sends_nothing_is_closed_after_the_time_for_the_handshake(make, monkeypatch):
+    page = (ROOT / "docs/explanation/security.md").read_text()
+    assert f"Parameter servers close each after {transport.HANDSHAKE_TIMEOUT_SECONDS:g} s" in page
     monkeypatch.setattr(transport, "HANDSHAKE_TIMEOUT_SECONDS", 0.4)
     peer = RawPeer(make(servers=1).servers[0])
     begun = time.monotonic()
