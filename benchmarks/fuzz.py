@@ -25,7 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 from fuzz_inputs import ROOT, mutate
-from fuzz_parsers import Refused, parsers
+from fuzz_parsers import Refused, parsers, write_files
 
 from distrib.errors import DistribError
 
@@ -63,6 +63,7 @@ def fuzz(name: str, inputs: int, seed: int) -> Outcome:
         stack.enter_context(contextlib.redirect_stdout(quiet))
         stack.enter_context(contextlib.redirect_stderr(quiet))
         logging.disable()
+        write_files()
         parser = parsers()[name]
         for _ in range(inputs):
             text = mutate(choice, parser.samples)
@@ -110,7 +111,8 @@ def main() -> int:
     chosen = [given.parser] if given.parser else known
     each = max(1, -(-given.inputs // len(chosen)))
     print(
-        f"seed {given.seed}, {each * len(chosen):,} inputs\n|parser|inputs|accepted|refused|others|slowest [CPU ms]|\n|-|-:|-:|-:|-:|-:|"
+        f"seed {given.seed}, {each * len(chosen):,} inputs\n|parser|inputs|accepted|refused|others|slowest [CPU ms]|\n|-|-:|-:|-:|-:|-:|",
+        flush=True,
     )
     failures: list[str] = []
     with multiprocessing.get_context("fork").Pool(given.processes, maxtasksperchild=1) as pool:

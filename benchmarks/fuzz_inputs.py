@@ -91,7 +91,7 @@ def example(kind: Any, depth: int = 0) -> Any:
         return {str(example(info.key_type)): example(info.value_type, depth + 1)}
     plain = {
         inspect.IntType: 1,
-        inspect.FloatType: 0.5,
+        inspect.FloatType: 1.0,
         inspect.BoolType: True,
         inspect.StrType: "n1",
         inspect.BytesType: "AAAA",

@@ -31,7 +31,6 @@ from distrib.probe import journal, records
 from distrib.training import world
 from distrib.training.checkpoint import checkpoint_format, replicas
 from distrib.training.parameter_server import server, transport
-from distrib.training.parameter_server.server_table import TableDescription
 from distrib.utils.framing import ProtocolError
 from distrib.utils.json_text import decode_json
 from distrib_launch import engines, host_selection, html_report, profile_request, results, run_directory, runner
@@ -344,19 +343,30 @@ def any_of(*parse: Callable[[str], object]) -> Callable[[str], object]:
     return read
 
 
-def parsers() -> dict[str, Parser]:
-    """Return all parsers by name. Their files are in the working directory."""
-    for name in ("cluster.yaml", "mixed-gpus.yaml"):
-        Path(name).write_text((ROOT / "hostfiles/h100-ndr.yaml").read_text())
+def workload_sample() -> str:
+    gradient = {"name": "w", "elements": 2, "size_bytes": 8, "ready_seconds": 0.1}
+    return json.dumps({**example(Workload), "device": "cpu", "gradients": [gradient]})
+
+
+def write_files() -> None:
+    """Write the files that samples name into the working directory."""
+    Path("cluster.yaml").write_text((ROOT / "hostfiles/h100-ndr.yaml").read_text())
     Path("hosts.txt").write_text("n1 slots=2\nn2 slots=2\n")
     Path("train.py").touch()
     Path("job.toml").write_text("np = 2\n")
-    gradient = {"name": "w", "elements": 2, "size_bytes": 8, "ready_seconds": 0.1}
-    workload = json.dumps({**example(Workload), "device": "cpu", "gradients": [gradient]})
-    Path("w.json").write_text(workload)
+    Path("w.json").write_text(workload_sample())
+
+
+@functools.cache
+def parsers() -> dict[str, Parser]:
+    """Return all parsers by name."""
     _, commands = topo.build_parser()
     rows = tables("hostfiles.yaml")
     value = (ValueError,)
+    catalog = """sources: {a: {title: A}, b: {title: B, verified: no}}
+gpus: [{name: T4, names: [Tesla T4], tflops: {fp32: [8.1, a], fp16: [65, b]}, memory: [16GB, a], memory_bandwidth: [320GB/s, a], pcie: [PCIe3 x16, b]}]
+links: [{name: HDR, kind: infiniband, rate: [200Gb/s, a], usable: [0.9, b], latency: [1.3 us, a]}]
+"""
     sizes = [
         "25MiB",
         "1.5 GB",
@@ -419,7 +429,7 @@ def parsers() -> dict[str, Parser]:
     frames = [*(f"STATUS {line}|{status[0]}" for line in status), f"EXIT {ended}", f"STACKS {stacks}", 'HEARTBEAT {"ping": 1.0, "time": 2.0}\nHEARTBEAT {}',
               "OUT line|other\nERR line\nRESULT abc", "raw bytes without a signature"]  # fmt: skip
     hello = 'HELLO 0 0 0 0 0 1|{"worker": 0, "shard": 0, "epoch": 0, "silent": [], "tables": [], "main": [0, 0], "incarnation": 1, "restarted": false}'
-    table = json.dumps(example(TableDescription))
+    table = '{"optimizer": {"name": "SGD"}, "parameters": [["w", [2], 0, "float32"]], "options": [{"lr": 0.1}], "servers": 1}'
     requests = [f"{hello}\nDESCRIBE 0 1 0 1 0 1|{table}", f"{hello}\nPUSH 1 1 0 1 0 1|AAAA\nPULL 0 1 0 1 0 1|[0]\nCOMMIT 0 1 0 1 0 1|[0]",
                 f'{hello}\nJOIN 0 0 0 1 0 1|{{"1": 2}}\nGROUP 0 0 0 1 1 1|{{"1": 2}}\nSTORE 1 0 0 1 1 1|abc\nFETCH 0 0 0 1 1 1|\nALL_GATHER 0 0 0 1 0 1|abc',
                 f"{hello}\nSTATISTICS 0 0 0 1 0 1|\nRETIRE 0 1 0 1 0 1|\nLEAVE 0 0 0 1 0 1|", 'HELLO 0 0 0 0 0 1|{"server": 1, "shard": 0, "epoch": 2}\nSTATE 1 1 0 1 0 1|{}\nLOG 0 1 0 1 0 1|abc',
@@ -427,6 +437,7 @@ def parsers() -> dict[str, Parser]:
     described = [*texts("hostfiles/*.yaml") * 6, *(str(row[0]) for row in tables("topology_errors.yaml"))]
     measured = example(Measurements)
     in_file = measurements_io.encode_measured(msgspec.convert(measured, Measurements, strict=False))
+    of_two = in_file.replace('"target": "n1"', '"target": "n2"').replace('hosts: ["n1"]', 'hosts: ["n1", "n2"]')
     configs = ["np = 2\nmode = \"local\"\ninner-steps = 5\nenv = [\"A=1\"]\nquiet = true\n", "np: 2\nhosts: n1:2,n2\nenv: {A: 1}\nmode: async\nservers: 2\nstale-rate: false\n",
                "grace: 30s\nbalance: true\npod-resource: [rdma/a=1]\nworkload: none\n"]  # fmt: skip
     return {
@@ -435,19 +446,19 @@ def parsers() -> dict[str, Parser]:
         "hosts of a topology": Parser(["n[1-4,7]", "gpu-[01-16]-ib,n1"], node.expand_hosts, value),
         "host filter": Parser(["host:0,2@host2@node[3-8]:1", "n1", "n[1-2]:0-3"], lambda text: host_selection.parse_filter(text, "--include")),
         "topology": Parser(described, lambda text: topology.read_topology(file_of(text, "t.yaml"))),
-        "topology with measurements": Parser([f"{described[0]}\n{in_file}"], lambda text: topology.read_topology(file_of(text, "t.yaml"))),
+        "topology with measurements": Parser([f"nodes:\n  - hosts: n[1-2]\n    gpus: {{kind: A100, count: 8}}\n    nics: [{{name: ib0, rate: HDR}}]\n{of_two}"], lambda text: topology.read_topology(file_of(text, "t.yaml"))),
         "measurements": Parser([in_file], read_measured),
         "probe records": Parser(examples(*records.Record.__args__), read_record),
         "probe journal": Parser(["\n".join(examples(*records.Record.__args__))], read_journal),
-        "hardware catalogue": Parser([hardware_catalog.PATH.read_text()[:6000]], read_catalog),
+        "hardware catalogue": Parser([catalog], read_catalog),
         "sizes, rates, durations": Parser(sizes, any_of(units.parse_rate, units.parse_duration, units.parse_ratio, units.parse_size)),
         "links": Parser(networks, any_of(link_spec.parse_network_kind, link_spec.parse_bus_link, link_spec.parse_uplink_rate, link_spec.parse_network_link, find_gpu)),
         "networks of options": Parser([*networks, "eth0,10.0.0.0/8", "fe80::/10"], any_of(
             interface_selection.parse_interface, hypothetical.catalog_gpu_name, lambda text: hypothetical.parse_network_option(text, None, "--compare"))),
         "gradients": Parser(["fp32", "bf16", "powersgd:4", "topk:0.01", "int8"], strategy.parse_gradients),
         "variables of schedulers": Parser(slurm_job, read_variables),
-        "workload": Parser([workload], read_workload),
-        "profile of a rank": Parser([json.dumps({"workload": example(Workload), "problem": "", "steps": 2})], read_profile),
+        "workload": Parser([workload_sample()], read_workload),
+        "profile of a rank": Parser([json.dumps({"workload": json.loads(workload_sample()), "problem": "", "steps": 2})], read_profile),
         "--config": Parser(configs, read_config),
         "checkpoint": Parser(checkpoints(), read_checkpoint),
         "frames of rank agents": Parser(frames, read_rank_frames),

@@ -164,6 +164,6 @@ def _gpu_count(text: str) -> int:
 
 def _heterogeneous(environ: Mapping[str, str]) -> int:
     """Return the components of a heterogeneous job, 0 for any other job."""
-    if (size := environ.get("SLURM_HET_SIZE", "")).isdecimal():
+    if (size := environ.get("SLURM_HET_SIZE", "")).isdecimal() and len(size) < 10:
         return int(size)
     return sum(name.startswith(f"{NODES[0]}_HET_GROUP_") for name in environ)

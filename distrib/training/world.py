@@ -100,7 +100,7 @@ def _warn_of_separate_jobs(environ: Mapping[str, str]) -> None:
     """Warn if a launcher started several processes without connecting them."""
     for by, size, rank in (("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("mpirun", "PMI_SIZE", "PMI_RANK")):
         count = environ.get(size, "")
-        if count.isdecimal() and int(count) > 1 and environ.get(rank) == "0":
+        if count.isdecimal() and len(count) < 10 and int(count) > 1 and environ.get(rank) == "0":
             log.warning(
                 f"{by} started {count} processes, but each is a job of its own with one rank\n"
                 "  for one job use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI"

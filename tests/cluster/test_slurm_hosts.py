@@ -49,6 +49,7 @@ SLURM_SLOTS: list[tuple[dict[str, str], int | None, int | None, str]] = [
     ({**IN_STEP, "SLURM_GPUS_PER_NODE": "8"}, 8, 8, A_RANK_PER_GPU),
     ({**IN_STEP, "SLURM_JOB_CPUS_PER_NODE": "4"}, None, None, "inside a Slurm step"),
     ({**ONE_TASK, "SLURM_HET_SIZE": "2"}, 1, None, "heterogeneous job of 2 components"),
+    ({**ONE_TASK, "SLURM_HET_SIZE": "9" * 5000}, 1, None, ""),
 ]
 
 

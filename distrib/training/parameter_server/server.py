@@ -339,7 +339,7 @@ def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, i
     found = []
     for text in environ.get(DISTRIB_SERVERS, "").split(","):
         host, _, port = text.rpartition(":")
-        if host and port.isdigit():
+        if host and port.isdecimal() and len(port) < 6:
             found.append((host.strip("[]"), int(port)))
     if not found or not environ.get(DISTRIB_KEY):
         raise TrainingError(

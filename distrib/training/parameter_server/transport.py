@@ -218,7 +218,7 @@ class Connection:
                 self._send_queued()
             has_unsent = self._unsent_handshake or self._current or (self._queue and self._handshake.proven)
             self._loop.watch(self.sock, self._on_events, writing=bool(has_unsent))
-        except (OSError, ValueError):  # selectors raise ValueError for a socket that a callback has closed
+        except (OSError, ValueError, struct.error):  # a closed socket; a number that its field cannot hold
             self._break()
 
     def _send_queued(self) -> None:
