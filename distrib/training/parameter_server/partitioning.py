@@ -126,7 +126,7 @@ def _count(size: int, target_bytes: int, servers: int) -> int:
     """Return the number of chunks for `size` bytes: a multiple of `servers`, unless they would be very small."""
     if size >= servers * CHUNKS.min_bytes // 4:
         return -(-size // (target_bytes * servers)) * servers
-    return -(-size // target_bytes) or 1
+    return -(-size // target_bytes)
 
 
 def _divide(run: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:

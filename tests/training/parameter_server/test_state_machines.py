@@ -49,12 +49,15 @@ def test_every_element_is_in_one_chunk(specs, servers, whole):
     chunks = partition(parameters, servers, whole=whole)
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
     covered: dict[int, int] = dict.fromkeys(range(len(parameters)), 0)
+    begins: Counter[tuple[int, str]] = Counter()
     for chunk in chunks:
+        assert whole or begins[chunk.group, chunk.kind] % 64 == 0
+        begins[chunk.group, chunk.kind] += chunk.elements
         assert 0 <= chunk.server < servers
         assert whole or chunk.bytes <= CHUNKS.max_bytes + 64 * 8
         assert not whole or len(chunk.pieces) == 1
         for piece in chunk.pieces:
-            assert piece.start == covered[piece.parameter] < piece.stop
+            assert piece.start == covered[piece.parameter] < piece.stop and type(piece.stop) is int
             covered[piece.parameter] = piece.stop
             of = parameters[piece.parameter]
             assert (of.group, of.kind) == (chunk.group, chunk.kind)
@@ -88,6 +91,7 @@ def test_each_server_has_a_chunk_from_a_quarter_of_the_least_size_on():
     least = 3 * CHUNKS.min_bytes // 4
     assert [chunk.server for chunk in partition([ParameterSpec("a", (least // 4,))], 3)] == [0, 1, 2]
     assert len(partition([ParameterSpec("a", (least // 4 - 1,))], 3)) == 1
+    assert len(partition([ParameterSpec("a", (35_000,))], 9)) == 3  # 140 kB in chunks of 64 KiB
 
 
 def test_chunks_in_shared_memory_are_larger():
@@ -96,7 +100,7 @@ def test_chunks_in_shared_memory_are_larger():
 
 
 def test_whole_tensors_are_spread_by_size():
-    shapes = [(10,), (30,), (20,), (0,), (40,), (10,)]
+    shapes = [(10,), (10,), (20,), (0,), (40,), (30,)]
     parameters = [
         ParameterSpec(f"p{n}", shape, kind="float64" if n < 2 else "float32") for n, shape in enumerate(shapes)
     ]
@@ -104,8 +108,8 @@ def test_whole_tensors_are_spread_by_size():
     assert [(chunk.number, chunk.pieces[0], chunk.kind) for chunk in chunks] == [
         (at, Piece(n, 0, parameters[n].elements), parameters[n].kind) for at, n in enumerate((0, 1, 2, 4, 5))
     ]
-    # 40 x 4 bytes, then 30 x 8, 20 x 4, 10 x 8, 10 x 4
-    assert [chunk.server for chunk in chunks] == [0, 1, 0, 0, 1]
+    # 40 x 4 bytes, then 30 x 4, 20 x 4, 10 x 8, 10 x 8
+    assert [chunk.server for chunk in chunks] == [0, 1, 1, 0, 1]
 
 
 def test_an_embedding_beside_small_layers_is_shared_out():
