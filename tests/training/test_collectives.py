@@ -130,6 +130,7 @@ def test_flat_tensors_are_divided_into_the_same_ones():
     given = [wide, torch.tensor([5 + 6j]), torch.tensor(7.0, dtype=torch.float16)]
     flat = collectives.flatten_tensors(given)
     assert flat.tolist() == [1, 2, 3, 4, 5, 6, 7] and flat.dtype == torch.float32 and not flat.requires_grad
+    assert collectives.flatten_tensors([torch.ones(2, dtype=torch.float16)]).dtype == torch.float32
     precise = collectives.flatten_tensors([torch.tensor(1e-300, dtype=torch.float64), torch.tensor(1.0)])
     assert precise.tolist() == [1e-300, 1.0] and precise.dtype == torch.float64
     collectives.unflatten_tensors(flat * 2, given)
