@@ -84,3 +84,38 @@ def test_waiting_ranks_of_horovod_do_not_take_the_cores_from_the_others(launch):
         assert max(float(line.partition(" steps in ")[2].partition(" s")[0]) for line in lines) < 0.6
 
     measure()
+
+
+SCHEDULE_AND_VALIDATION = """
+import distrib, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+with distrib.init() as job:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    train = DataLoader(TensorDataset(torch.ones(336, 4)), batch_size=4, shuffle=True)
+    validation = DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 84)
+    model, optimizer, train, validation, schedule = job.prepare(model, optimizer, train, validation, schedule)
+    for epoch in range(2):
+        model.train()
+        for (batch,) in train:
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        model.eval()
+        with torch.no_grad():
+            print("validated", sum(float(model(batch).sum()) for (batch,) in validation))
+    print("steps", schedule.last_epoch)
+"""
+
+
+@pytest.mark.forked
+def test_a_schedule_of_all_steps_is_not_measured_by_the_validation_loader(launch, tmp_path):
+    """Of 84 steps each rank takes 42 in an epoch; the validation loader has 2 batches."""
+    script = tmp_path / "schedule.py"
+    script.write_text(SCHEDULE_AND_VALIDATION)
+    run = launch("-np", "2", script)
+    assert run.code == 0 and "steps 84" in run.out, run
+    assert not any(word in f"{run.err} {run.result['warnings']}" for word in ("batches", "LR")), run

@@ -176,6 +176,39 @@ def test_a_hang_is_announced_and_reported_at_its_times(monkeypatch):
     assert 8 < job.seconds_until("no stack came") < 8.5
 
 
+ONE_BACKWARD_MORE = """
+import distrib, torch
+with distrib.init() as job:
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-4))
+    for _ in range(3 + (job.rank == 1)):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_rank_that_goes_one_backward_further_waits_for_the_one_at_its_end(launch, tmp_path, monkeypatch):
+    """The report comes after ten seconds, as one rank is at its end; between two collectives the line of a minute comes first."""
+    script = tmp_path / "further.py"
+    script.write_text(ONE_BACKWARD_MORE)
+    run = launch("-np", "2", "--hang-timeout", "11s", script, timeout=100)
+    assert run.code == 1, run
+    assert (
+        "no progress for 10 s: rank 0 on localhost is in job.close" in run.err and "1 rank waits for it in" in run.err
+    )
+    assert run.result["first_failure"]["rank"] == 0 and "further.py:7" in run.err
+    job = Detected(monkeypatch, None, closing=False)
+    job.detector.on_progress()
+    assert (
+        60
+        < job.seconds_until("no rank has printed a line or finished a step for 60 s", IN_BACKWARD, IN_ALL_REDUCE)
+        < 61
+    )
+    job.seconds_until("warning: no progress for 600 s: ", IN_BACKWARD, IN_ALL_REDUCE)
+    assert "rank 0 on n1 is in the backward pass, for gradients (train.py:50 in train); 1 rank wa" in job.said[1]
+
+
 def test_an_mpi_rank_that_ended_early_is_named_in_a_hang(launch, tmp_path):
     script = tmp_path / "leaves.py"
     script.write_text(
