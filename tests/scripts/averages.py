@@ -322,13 +322,14 @@ def mixed(job: distrib.Job, hosts: list[str] | None) -> None:
 def ends(job: distrib.Job, hosts: list[str] | None) -> None:
     """Close the thread and sockets of a model that the script drops."""
     held = []
-    for _ in range(3):
+    for _ in range(4):
         wrapped, averaging = ours(fresh(), Strategy(all_reduce="auto"), hosts)
         train(wrapped, job.rank, 5)
         del wrapped, averaging
         gc.collect()
         held.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
-    assert held[1] == held[2], held
+    # A leak adds at least one in every turn. A thread that ends may be counted a moment longer.
+    assert all(last - first < 3 for first, last in zip(held[0], held[-1], strict=True)), held
 
 
 def dies(job: distrib.Job, hosts: list[str] | None) -> None:

@@ -21,7 +21,7 @@ from distrib.errors import ConfigError
 from distrib_launch.engines import ssh
 from distrib_launch.engines.engine import AGENT, Engine
 from distrib_launch.engines.remote_shell import RemoteShell
-from distrib_launch.rank_agent import daemonize
+from distrib_launch.rank_agent import host_agents
 
 if TYPE_CHECKING:
     from distrib_launch.launch_options import LaunchOptions
@@ -106,22 +106,20 @@ def wrapper_file(plan: LaunchPlan) -> Path:
 def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     """Return the command that each rank runs, with the interpreter of its host.
 
-    If hosts have different interpreters, a shell selects one by the rank's number. Separate contexts of mpirun cannot: they
+    If hosts have different interpreters, the shell selects one by the rank's number. Separate contexts of mpirun cannot: they
     take the end of an address with colons for a number of slots.
     """
-    runner = (*AGENT, *([daemonize.DETACH_OPTION] if plan.mode == "async" else []))
+    runner = (*AGENT, *([host_agents.DETACH_OPTION] if plan.mode == "async" else []))
     ranks: dict[str, list[str]] = {}
     programs = {host.name: host.python for host in plan.hosts}
     for number, rank in enumerate(plan.started):
         if program := programs[rank.host]:
             ranks.setdefault(program, []).append(str(number))
-    if not ranks:
-        return (plan.script[0], *runner)
     cases = "".join(
-        f"{'|'.join(numbers)}) exec {shlex.join([program, *runner])};; " for program, numbers in ranks.items()
+        f"{'|'.join(numbers)}) set -- {shlex.join([program, *runner])};; " for program, numbers in ranks.items()
     )
-    last = shlex.join([plan.script[0], *runner])
-    return ("/bin/sh", "-c", f'case "$OMPI_COMM_WORLD_RANK" in {cases}*) exec {last};; esac')
+    selection = f'case "$OMPI_COMM_WORLD_RANK" in {cases}esac' if cases else ""
+    return ("/bin/sh", "-c", selection + host_agents.SHELL_SCRIPT, plan.attempt_id, plan.script[0], *runner)
 
 
 def _write_new(path: Path, text: str) -> None:

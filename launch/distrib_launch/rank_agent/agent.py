@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
@@ -23,7 +24,7 @@ from distrib.utils import signals
 from distrib.utils.framing import ProtocolError
 from distrib.utils.mpi_env import rank_identity
 from distrib.utils.netif import interface_of
-from distrib_launch.rank_agent import daemonize, reaper
+from distrib_launch.rank_agent import host_agents, reaper
 from distrib_launch.rank_agent.control_channel import (
     Assignment,
     Channel,
@@ -60,9 +61,14 @@ SETTINGS = AgentSettings()
 
 
 class RankAgent:
-    """Agent of one rank: runs the script and owns the channel to the launcher."""
+    """Agent of one rank: runs the script and owns the channel to the launcher.
 
-    def __init__(self) -> None:
+    Args:
+        engine: Process that the engine started for this rank, with whose end the rank ends. None if the engine signals this process.
+    """
+
+    def __init__(self, engine: int | None = None) -> None:
+        self._engine = engine
         environ = dict(os.environ)
         identity = rank_identity(environ)
         if identity is None:
@@ -122,6 +128,9 @@ class RankAgent:
                     self._channel.send(Kind.HEARTBEAT, {"time": time.time()})
                     next_beat = now + SETTINGS.heartbeat_seconds
             self._flush()
+            if self._engine and not Path(f"/proc/{self._engine}").exists():
+                self._engine = None
+                self._stop("engine", signal.SIGTERM, self._grace_seconds)
             if script := self._running:
                 if script.has_ended:
                     self._finish(script)
@@ -136,7 +145,7 @@ class RankAgent:
         if self._script:
             self._script.close()
         if self._stopped_by == "lost" and not self._may_return:
-            daemonize.end_engine_daemon(self._environ)
+            host_agents.end_engine_daemon()
         return 0
 
     def _hello(self) -> dict[str, Any]:
@@ -354,6 +363,6 @@ class RankAgent:
 
 def main() -> int:
     """Run the agent of this process's rank. Return its exit code."""
-    if daemonize.DETACH_OPTION in sys.argv:
-        daemonize.detach_from_engine()
-    return RankAgent().run()
+    folder, is_detached = host_agents.take_options()
+    engine = host_agents.fork_agents(folder, is_detached=is_detached) if folder or is_detached else None
+    return RankAgent(None if is_detached else engine).run()
