@@ -13,50 +13,13 @@ from collections.abc import Mapping
 
 from distrib.environment import DISTRIB_FORWARDED
 
-HOST_VARIABLES = frozenset(
-    [
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "PWD",
-        "OLDPWD",
-        "HOSTNAME",
-        "HOST",
-        "SHLVL",
-        "_",
-        "MAIL",
-        "TMPDIR",
-        "TMP",
-        "TEMP",
-        "DISPLAY",
-        "WAYLAND_DISPLAY",
-        "XAUTHORITY",
-        "WINDOWID",
-        "COLORTERM",
-        "COLUMNS",
-        "LINES",
-        "TERM",
-        "TERMINFO",
-        "TERM_PROGRAM",
-        "TERM_PROGRAM_VERSION",
-        "TMUX",
-        "TMUX_PANE",
-        "STY",
-        "SESSION_MANAGER",
-        "INVOCATION_ID",
-        "JOURNAL_STREAM",
-        "KRB5CCNAME",
-        "OPAL_PREFIX",
-        "OPAL_USER_PARAMS_GIVEN",
-        "CUDA_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "NVIDIA_VISIBLE_DEVICES",
-        "GPU_DEVICE_ORDINAL",
-        "ZE_AFFINITY_MASK",
-    ]
-)
+HOST_VARIABLES = frozenset((
+    "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "HOST", "SHLVL", "_", "MAIL", "TMPDIR", "TMP", "TEMP",
+    "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "WINDOWID", "COLORTERM", "COLUMNS", "LINES", "TERM", "TERMINFO", "TERM_PROGRAM",
+    "TERM_PROGRAM_VERSION", "TMUX", "TMUX_PANE", "STY", "SESSION_MANAGER", "INVOCATION_ID", "JOURNAL_STREAM", "KRB5CCNAME",
+    "OPAL_PREFIX", "OPAL_USER_PARAMS_GIVEN", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
+))  # fmt: skip
 """Variables of a host, a login session or a device allocation: each host keeps its own value."""
 HOST_PREFIXES = (
     "XDG_", "DBUS_", "SSH_", "SUDO_", "BASH_FUNC_", "SLURM", "PBS_", "LSB_", "SGE_", "FLUX_", "PALS_", "KUBERNETES_", "PMI", "PRTE_", "OMPI_",
