@@ -111,6 +111,11 @@ def test_older_files_are_numbered(tmp_path):
     assert found == {"last.pt": 5, "last.pt.1": 4, "last.pt.2": 3}
     checkpoint_format.write(tmp_path / "last.pt", {"epoch": 6})
     assert {file.name: load(file)[0]["epoch"] for file in tmp_path.iterdir()} == {**found, "last.pt": 6}
+    checkpoint_format.write(tmp_path / "last.pt", {"epoch": 7}, keep=2)
+    assert load(tmp_path / "last.pt.1")[0]["epoch"] == 6
+    for epoch in range(8, 12):
+        checkpoint_format.write(tmp_path / "last.pt", {"epoch": epoch}, keep=4)
+    assert [load(tmp_path / f"last.pt.{number}")[0]["epoch"] for number in (1, 2, 3)] == [10, 9, 8]
 
 
 @pytest.mark.parametrize("context", [OSError(errno.ENOSPC, "No space left on device"), None])

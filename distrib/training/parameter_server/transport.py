@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import heapq
+import itertools
 import selectors
 import socket
 import struct
@@ -161,7 +162,7 @@ class Connection:
         self._frame: Frame | None = None
         self._body: Any = None
         self._queue: list[tuple[int, int, Outgoing]] = []
-        self._count = 0
+        self._numbers = itertools.count()
         self._current: tuple[Outgoing, list[memoryview]] | None = None
         loop.watch(sock, self._on_events, writing=True)
         loop.call_later(HANDSHAKE_TIMEOUT_SECONDS, lambda: None if self._handshake.proven else self._break())
@@ -201,8 +202,7 @@ class Connection:
         """
         outgoing = Outgoing(frame, memoryview(payload), on_sent)
         check_payload_size(len(outgoing.payload))
-        self._count += 1
-        heapq.heappush(self._queue, (priority, self._count, outgoing))
+        heapq.heappush(self._queue, (priority, next(self._numbers), outgoing))
         if not self._flush_is_scheduled:
             self._flush_is_scheduled = True
             self._loop.defer(self._flush)
@@ -214,7 +214,7 @@ class Connection:
         if self._is_closed:
             return
         try:
-            with contextlib.suppress(BlockingIOError, InterruptedError):
+            with contextlib.suppress(BlockingIOError):
                 self._send_queued()
             has_unsent = self._unsent_handshake or self._current or (self._queue and self._handshake.proven)
             self._loop.watch(self.sock, self._on_events, writing=bool(has_unsent))
@@ -246,7 +246,7 @@ class Connection:
             if not outgoing.cancelled:
                 outgoing.cancelled = True  # it cannot be changed any more
                 header = HEADER.pack(*outgoing.frame[:-1], len(outgoing.payload))
-                self._current = outgoing, [memoryview(header), *([outgoing.payload] if outgoing.payload else [])]
+                self._current = outgoing, [memoryview(header), outgoing.payload]
                 return True
             if outgoing.on_sent:
                 outgoing.on_sent()
@@ -256,7 +256,7 @@ class Connection:
 
     def _read(self) -> None:
         left = 4 << 20  # then other connections get their turn
-        with contextlib.suppress(BlockingIOError, InterruptedError):
+        with contextlib.suppress(BlockingIOError):
             while left > 0:
                 if not self._handshake.proven:
                     self._shake_hands()
@@ -265,7 +265,7 @@ class Connection:
                 if self._got < len(target):
                     got = self.sock.recv_into(target[self._got :])
                     if not got:
-                        raise ConnectionResetError("the peer has closed the connection")
+                        raise ConnectionResetError
                     self._got += got
                     left -= got
                 if self._got == len(target):
@@ -288,13 +288,13 @@ class Connection:
             try:
                 frame = Frame(FrameKind(kind), *rest)
             except ValueError:
-                raise ProtocolError(f"a frame has the unknown kind {kind}") from None
+                raise ProtocolError from None
             if frame.length > MAX_PAYLOAD_BYTES:
-                raise ProtocolError(f"a frame has {frame.length} bytes, expected at most {MAX_PAYLOAD_BYTES}")
+                raise ProtocolError
             if frame.length:
                 body = self._allocate(frame)
                 if body is not None and len(body) != frame.length:
-                    raise ProtocolError(f"a frame has {frame.length} bytes, expected {len(body)}")
+                    raise ProtocolError
                 self._frame = frame
                 self._body = memoryview(bytearray(frame.length)) if body is None else body
                 return
@@ -307,7 +307,7 @@ class Connection:
     def _shake_hands(self) -> None:
         data = self.sock.recv(self._handshake.missing_bytes)
         if not data:
-            raise ConnectionResetError("the peer has closed the connection")
+            raise ConnectionResetError
         self._unsent_handshake += self._handshake.feed(data)
 
 

@@ -148,7 +148,10 @@ def test_frames_queued_before_the_handshake_are_sent_after_it(loop):
     caller = End(loop, calling, listener=False)
     (outgoing,) = caller.send(*pushes(7))
     assert not outgoing.cancelled and not loop.do(lambda: loop.writing[calling])  # no busy loop
-    assert End(loop, accepting, listener=True).next() == pushes(7)[0]
+    assert loop.do(caller.connection.start_next_outgoing) is True and outgoing.cancelled
+    loop.do(lambda: caller.connection.send(Frame(FrameKind.LEAVE)))
+    receiver = End(loop, accepting, listener=True)
+    assert [receiver.next() for _ in range(2)] == [pushes(7)[0], (Frame(FrameKind.LEAVE), b"")]
 
 
 def test_a_payload_is_received_into_the_memory_of_its_owner(loop):
