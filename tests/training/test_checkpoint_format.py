@@ -46,7 +46,7 @@ def load(path: Path, **objects: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_a_file_is_an_archive_of_torch_that_ends_with_its_checksum(tmp_path):
-    path = tmp_path / "folder" / "last.pt"
+    path = tmp_path / "new" / "folder" / "last.pt"
     checkpoint_format.write(path, {"counter": Counter(3), "epoch": 7}, {"clock": 4}, STAMP)
     data = path.read_bytes()
     assert data.endswith(b"\ndistrib-crc32 %08x\n" % zlib.crc32(data[:-24]))
@@ -68,10 +68,10 @@ def test_packed_content_has_no_checksum_and_is_read(tmp_path):
 
 
 def test_the_permissions_are_those_of_a_new_file(tmp_path):
-    mask = os.umask(0o027)
+    mask = os.umask(0o026)
     try:
         checkpoint_format.write(tmp_path / "last.pt", {"epoch": 1})
-        assert os.umask(0o027) == 0o027
+        assert os.umask(0o026) == 0o026
     finally:
         os.umask(mask)
     assert (tmp_path / "last.pt").stat().st_mode & 0o777 == 0o640
