@@ -46,7 +46,7 @@ class RecordingLoop(EventLoop):
         """Return the result of a function that runs in the loop's thread."""
         results: queue.Queue[Any] = queue.Queue()
         self.call_soon(lambda: results.put(work()))
-        return results.get(timeout=4)
+        return results.get(timeout=10)
 
 
 class End:
@@ -69,7 +69,7 @@ class End:
         return sent
 
     def next(self) -> tuple[Frame, bytes]:
-        frame, payload = self.received.get(timeout=4)
+        frame, payload = self.received.get(timeout=10)
         return frame, bytes(payload)
 
 
@@ -107,7 +107,7 @@ def test_frames_arrive_whole_in_both_directions(loop):
         sender.send(*frames)
         assert [receiver.next() for _ in frames] == frames
     for end in ends:
-        assert comes_true(lambda end=end: not loop.writing[end.sock], 4)
+        assert comes_true(lambda end=end: not loop.writing[end.sock])
         assert end.closed == 0 and end.connection.peer == -1
 
 
@@ -123,7 +123,7 @@ def test_queued_frames_are_sent_by_priority_and_in_order(loop):
 
     loop.do(send)
     assert [accepting.next()[0].chunk for _ in range(5)] == [4, 2, 5, 1, 3]
-    assert comes_true(lambda: order == [4, 2, 5, 1, 3], 4)
+    assert comes_true(lambda: order == [4, 2, 5, 1, 3])
 
 
 def test_a_frame_can_be_cancelled_until_its_first_byte_is_sent(loop):
@@ -138,7 +138,7 @@ def test_a_frame_can_be_cancelled_until_its_first_byte_is_sent(loop):
 
     queued = loop.do(send)
     assert [accepting.next() for _ in range(2)] == [pushes(1)[0], (pushes(3)[0][0], b"new")]
-    assert comes_true(lambda: len(sent) == 3, 4)
+    assert comes_true(lambda: len(sent) == 3)
     assert all(outgoing.cancelled for outgoing in queued)
     assert loop.do(calling.connection.start_next_outgoing) is False
 
@@ -160,7 +160,7 @@ def test_a_payload_is_received_into_the_memory_of_its_owner(loop):
     calling.send((Frame(FrameKind.PUSH, chunk=4), b"abcd"), (Frame(FrameKind.PUSH), b"own"))
     assert [accepting.next()[1] for _ in range(2)] == [b"abcd", b"own"] and memory == b"abcd" + bytes(5)
     calling.send((Frame(FrameKind.PUSH, chunk=5), b"abcd"))
-    assert comes_true(lambda: (accepting.closed, calling.closed) == (1, 1), 4)
+    assert comes_true(lambda: (accepting.closed, calling.closed) == (1, 1))
 
 
 def test_an_end_that_closes_is_not_called_and_the_other_one_is(loop):
@@ -169,7 +169,7 @@ def test_an_end_that_closes_is_not_called_and_the_other_one_is(loop):
     accepting.next()
     for _ in range(2):
         loop.do(accepting.connection.close)
-    assert comes_true(lambda: calling.closed == 1, 4)
+    assert comes_true(lambda: calling.closed == 1)
     assert accepting.closed == 0 and accepting.sock.fileno() == calling.sock.fileno() == -1
     accepting.send(*pushes(1))  # is lost
 
@@ -180,12 +180,12 @@ def test_an_owner_that_refuses_a_frame_ends_the_connection(loop):
 
     accepting, calling = pair(loop, on_frame=refuse)
     calling.send(*pushes(1))
-    assert comes_true(lambda: (accepting.closed, calling.closed) == (1, 1), 4)
+    assert comes_true(lambda: (accepting.closed, calling.closed) == (1, 1))
 
 
 def test_another_key_ends_the_connection(loop):
     accepting, calling = pair(loop, key=b"another key")
-    assert comes_true(lambda: (accepting.closed, calling.closed) == (1, 1), 4)
+    assert comes_true(lambda: (accepting.closed, calling.closed) == (1, 1))
 
 
 def test_only_a_peer_that_proves_nothing_is_closed_after_the_time_for_the_handshake(loop, monkeypatch):
@@ -194,7 +194,7 @@ def test_only_a_peer_that_proves_nothing_is_closed_after_the_time_for_the_handsh
     own, stranger = socket.socketpair()
     with stranger:
         silent = End(loop, own, listener=True)
-        assert comes_true(lambda: silent.closed == 1, 4)
+        assert comes_true(lambda: silent.closed == 1)
     ends[1].send(*pushes(1))
     assert ends[0].next() == pushes(1)[0] and ends[0].closed == ends[1].closed == 0
 
@@ -202,7 +202,7 @@ def test_only_a_peer_that_proves_nothing_is_closed_after_the_time_for_the_handsh
 def proven(loop: RecordingLoop) -> tuple[End, socket.socket]:
     """Return an end and the plain TCP socket of its peer, which has proven the key."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sock = socket.create_connection(server.getsockname(), timeout=4)
+        sock = socket.create_connection(server.getsockname(), timeout=10)
         end = End(loop, server.accept()[0], listener=True)
     handshake = Handshake(KEY, GREETING, listener=False)
     while not handshake.proven:
@@ -215,7 +215,7 @@ def test_a_header_that_is_not_valid_ends_the_connection(loop, kind, length):
     end, sock = proven(loop)
     with sock:
         sock.sendall(HEADER.pack(kind, 0, 0, 0, 0, 0, 1, length))
-        assert comes_true(lambda: end.closed == 1, 4)
+        assert comes_true(lambda: end.closed == 1)
         assert end.received.empty()
 
 
@@ -223,7 +223,7 @@ def test_a_peer_that_ends_in_a_frame_closes_the_connection(loop):
     end, sock = proven(loop)
     with sock:
         sock.sendall(HEADER.pack(FrameKind.PUSH, 0, 0, 0, 0, 0, 1, 9) + b"half")
-    assert comes_true(lambda: end.closed == 1, 4)
+    assert comes_true(lambda: end.closed == 1)
     assert end.received.empty()
 
 
@@ -231,7 +231,7 @@ def test_the_loop_wakes_up_when_much_of_a_payload_has_arrived(loop):
     end, sock = proven(loop)
 
     def low_water(expected: int) -> None:
-        assert comes_true(lambda: end.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == expected, 4)
+        assert comes_true(lambda: end.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == expected)
 
     with sock:
         sock.sendall(HEADER.pack(FrameKind.PUSH, 0, 0, 0, 0, 0, 1, 300 << 10))
