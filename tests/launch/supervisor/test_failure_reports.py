@@ -136,3 +136,10 @@ def test_reports_of_failures_have_the_golden_wording(tmp_path: Path, request: py
     if request.config.getoption("update_golden"):
         GOLDEN.write_text(shown)
     assert shown == GOLDEN.read_text()
+
+
+def test_the_last_64_kib_of_a_log_are_read_with_any_bytes(tmp_path: Path):
+    log = tmp_path / "1.err"
+    log.write_bytes(b"x" * 100_000 + b"\xff end")
+    assert root_cause.tail(log) == "x" * (65536 - 5) + "\ufffd end"
+    assert root_cause.tail(tmp_path / "missing.err") == ""
