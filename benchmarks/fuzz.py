@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ from fuzz_parsers import Refused, parsers, write_files
 from distrib.errors import DistribError
 
 SLOW_MILLISECONDS = 2000
+MAX_SECONDS = 10.0
+"""CPU time after which an input is given up."""
 
 
 @dataclass
@@ -64,10 +67,12 @@ def fuzz(name: str, inputs: int, seed: int) -> Outcome:
         stack.enter_context(contextlib.redirect_stderr(quiet))
         logging.disable()
         write_files()
+        signal.signal(signal.SIGVTALRM, give_up)
         parser = parsers()[name]
         for _ in range(inputs):
             text = mutate(choice, parser.samples)
             begun = time.process_time()
+            signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
             try:
                 parser.parse(text)
                 kind = "accepted"
@@ -90,6 +95,10 @@ def fuzz(name: str, inputs: int, seed: int) -> Outcome:
                 outcome.slowest_milliseconds, outcome.slowest_input = milliseconds, text
         os.chdir(ROOT)
     return outcome
+
+
+def give_up(*_: object) -> None:
+    raise TimeoutError(f"no result after {MAX_SECONDS:g} s of CPU time")
 
 
 def names() -> list[str]:

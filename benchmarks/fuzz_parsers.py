@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import re
 import socket
 import zlib
@@ -75,7 +76,7 @@ def required(parsed: object) -> object:
 
 def environment(text: str) -> dict[str, str]:
     """Return the variables of lines `NAME=value`. No variable contains NUL bytes."""
-    return dict(line.partition("=")[::2] for line in text.replace("\0", "").split("\n"))
+    return dict(os.fsdecode(binary(line)).partition("=")[::2] for line in text.replace("\0", "").split("\n"))
 
 
 def read_measured(text: str) -> object:
@@ -255,7 +256,7 @@ def read_ssh_words(text: str) -> object:
 
 def read_host_files(text: str) -> object:
     """Read files of /proc and /sys with lines of the text as their contents."""
-    lines = [*text.split("\n"), "", "", ""]
+    lines = [*(line[:4000] for line in text.split("\n")), "", "", ""]  # one page of the kernel
     contents = dict(
         zip(
             ("max_link_speed", "max_link_width", "current_link_width", "numa_node", "information", "version"),
@@ -312,7 +313,7 @@ def read_reply(text: str) -> object:
 def run_command(main: Callable[[Sequence[str]], int], *first: str) -> Callable[[str], object]:
     def run(text: str) -> object:
         try:
-            code = main([*first, *text.split("\n")])
+            code = main([*first, *(os.fsdecode(binary(word)) for word in text.split("\n"))])
         except SystemExit as error:  # of --help and --version
             code = int(error.code or 0)
         if code not in (0, 2, 1):

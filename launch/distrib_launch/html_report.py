@@ -130,7 +130,9 @@ def _metrics(path: Path) -> list[str]:
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
-                with contextlib.suppress(AttributeError, OverflowError):  # a script may write anything
+                with contextlib.suppress(
+                    AttributeError, KeyError, OverflowError, RecursionError
+                ):  # a script may write anything
                     for name, value in json.loads(line)["metrics"].items():
                         if isinstance(value, (int, float)) and not isinstance(value, bool):
                             curves.setdefault(name, []).append(float(value))

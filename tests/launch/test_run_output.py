@@ -159,6 +159,8 @@ def test_the_stack_of_the_thread_that_crashed_is_found():
         (["--bucket", "25", "train.py"], "write 25MiB"),
         (["--bucket", "²", "train.py"], "--bucket ²: "),
         (["--bucket", "9" * 5000, "train.py"], "no unit"),
+        (["-H--", "train.py"], "-H/--hosts: -- is not a value"),
+        (["--mode=--", "train.py"], "--mode: -- is not a value"),
         (["-np", "99999", "train.py"], "add --oversubscribe"),
     ],
 )

@@ -8,6 +8,7 @@ that the forward pass needs first are spread over all servers.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -85,26 +86,30 @@ def partition(
         The chunks, those of each group in the order of its parameters.
 
     Raises:
-        TrainingError: All parameters are empty.
+        TrainingError: All parameters are empty, or too large for mode async.
     """
     if not any(parameter.elements for parameter in parameters):
         raise TrainingError(
             "the optimizer has no parameters that require gradients", hint="give it parameters with requires_grad"
         )
+    total = sum(parameter.elements * item_bytes(parameter.kind) for parameter in parameters)
+    if not 0 < servers <= 1 << 16 or not 0 < total <= 1 << 40:  # larger numbers would take minutes
+        raise TrainingError(
+            f"{total} bytes of parameters on {servers} servers, expected at most {1 << 40} on {1 << 16}"
+        )
     if whole:
         return _whole(parameters, servers)
-    total = sum(parameter.elements * item_bytes(parameter.kind) for parameter in parameters)
     target_bytes = chunk_bytes(total, servers, shared=shared)
     chunks: list[Chunk] = []
-    loads: Counter[int] = Counter()
+    loads = [(0, server) for server in range(servers)]  # a heap
     numbered = sorted(enumerate(parameters), key=lambda item: (item[1].group, item[1].kind))
     for (group, kind), members in groupby(numbered, key=lambda item: (item[1].group, item[1].kind)):
         run = [Piece(number, 0, parameter.elements) for number, parameter in members if parameter.elements]
         size = sum(piece.stop for piece in run)
         for pieces in _divide(run, _count(size * item_bytes(kind), target_bytes, servers)):
-            server = min(range(servers), key=loads.__getitem__)
+            load, server = loads[0]
             chunks.append(Chunk(len(chunks), server, group, kind, pieces))
-            loads[server] += chunks[-1].bytes
+            heapq.heapreplace(loads, (load + chunks[-1].bytes, server))
     return tuple(chunks)
 
 

@@ -169,7 +169,7 @@ def _gpus_of(plan: LaunchPlan) -> list[int]:
 
 def _gpu_counts(text: str) -> int:
     """Add up the GPUs in text such as `gpu:a100:4(S:0-1),gpu:h100:2,nvme:1`."""
-    return sum(int(count) for count in re.findall(r"(?:^|[,:/])gpu(?::[^:,()]+)?:(\d+)", text))
+    return sum(int(count) for count in re.findall(r"(?:^|[,:/])gpu(?::[^:,()]+)?:(\d{1,9})", text))
 
 
 def _run_slurm(command: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -64,6 +64,12 @@ def test_every_element_is_in_one_chunk(specs, servers, whole):
     assert covered == {n: parameter.elements for n, parameter in enumerate(parameters)}
 
 
+@pytest.mark.parametrize(("shape", "servers"), [((1 << 40,), 1), ((-1,), 1), ((8,), 1 << 20), ((8,), 0)])
+def test_numbers_that_no_job_has_are_refused_at_once(shape, servers):
+    with pytest.raises(TrainingError, match=f"on {servers} servers"):
+        partition([ParameterSpec("w", shape)], servers)
+
+
 def test_no_server_is_hot():
     for case in itertools.product([1, 10, 100], [4, 161], [1, 2, 4, 7]):
         megabytes, tensors, servers = case
