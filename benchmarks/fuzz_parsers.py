@@ -216,6 +216,10 @@ def read_result(text: str) -> object:
     """Write the report of a result and of logged metrics."""
     content, _, metrics = text.partition("\n")
     file_of(metrics, "metrics.jsonl")
+    if re.search(
+        r"(_seconds|efficiency|per_second)\": (-|1e999)", content
+    ):  # the launcher refuses such reports of ranks
+        raise Refused
     plan, result = supervisor().job.plan, decode_json(binary(content), results.Result)
     html_report.write_report(plan, result, Path(), 0.0)
     run_directory.write_json(Path("copy.json"), result)
@@ -429,7 +433,7 @@ links: [{name: HDR, kind: infiniband, rate: [200Gb/s, a], usable: [0.9, b], late
     )
     frames = [*(f"STATUS {line}|{status[0]}" for line in status), f"EXIT {ended}", f"STACKS {stacks}", 'HEARTBEAT {"ping": 1.0, "time": 2.0}\nHEARTBEAT {}',
               "OUT line|other\nERR line\nRESULT abc", "raw bytes without a signature"]  # fmt: skip
-    hello = 'HELLO 0 0 0 0 0 1|{"worker": 0, "shard": 0, "epoch": 0, "silent": [], "tables": [], "main": [0, 0], "incarnation": 1, "restarted": false}'
+    hello = 'HELLO 0 0 0 0 0 1|{"worker": 0, "shard": 0, "epoch": 0, "silent": [], "tables": [], "main": [0, 0], "incarnation": "a", "restarted": false}'
     table = '{"optimizer": {"name": "SGD"}, "parameters": [["w", [2], 0, "float32"]], "options": [{"lr": 0.1}], "servers": 1}'
     requests = [f"{hello}\nDESCRIBE 0 1 0 1 0 1|{table}", f"{hello}\nPUSH 1 1 0 1 0 1|AAAA\nPULL 0 1 0 1 0 1|[0]\nCOMMIT 0 1 0 1 0 1|[0]",
                 f'{hello}\nJOIN 0 0 0 1 0 1|{{"1": 2}}\nGROUP 0 0 0 1 1 1|{{"1": 2}}\nSTORE 1 0 0 1 1 1|abc\nFETCH 0 0 0 1 1 1|\nALL_GATHER 0 0 0 1 0 1|abc',

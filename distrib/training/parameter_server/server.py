@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from distrib.environment import (
@@ -40,6 +41,20 @@ from distrib.utils.log import PLAIN, get_logger
 log = get_logger("parameter_server")
 
 T = TypeVar("T")
+
+
+class _Hello(msgspec.Struct):
+    """Types of the values in a HELLO of a worker, or of a server that looks for a place for its replica."""
+
+    shard: int
+    epoch: int
+    server: int = 0
+    worker: int = 0
+    incarnation: str = ""
+    restarted: bool = False
+    main: tuple[int, int] = (0, 0)
+    silent: tuple[int, ...] = ()
+    tables: tuple[int, ...] = ()
 
 
 class _Peer:
@@ -84,7 +99,9 @@ class _Peer:
 
     def _on_frame(self, frame: Frame, payload: Any) -> None:
         if frame.kind is FrameKind.HELLO:
-            self._server.on_hello(self, decode(payload))
+            hello = decode(payload)
+            msgspec.convert(hello, _Hello)
+            self._server.on_hello(self, hello)
         elif self.service is None:
             raise ProtocolError(f"{frame.kind.name} before HELLO")
         elif self.worker is not None:

@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:  # of `-H--`; argparse would drop it and return a list
             raise ConfigError(f"{'/'.join(action.option_strings)}: -- is not a value", hint=f"see {self.prog} --help")
-        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+        return super()._get_values(action, arg_strings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         """Parse a command line, and reject empty values, such as those of unset shell variables.
