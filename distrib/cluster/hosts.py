@@ -9,7 +9,7 @@ import msgspec
 
 from distrib.errors import HostfileError
 
-MAX_HOSTS = 100_000
+MAX_HOSTS = 50_000
 """More hosts are a typing error such as `n[1-999999999]`."""
 
 Role = Literal["worker", "server"]

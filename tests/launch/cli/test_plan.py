@@ -315,7 +315,7 @@ def test_mistakes_are_one_line(tmp_path, words, says):
             ["--nodes", "64..1"],
             "--nodes: '64..1' is not a valid number of hosts; write such as 16, 1..64 or 1,2,4",
         ),
-        (["--nodes", "1..999999999"], "--nodes: '1..999999999' is more than 100,000 hosts"),
+        (["--nodes", "1..999999999"], "--nodes: '1..999999999' is more than 50,000 hosts"),
         (["-H", "a:2", "-H", "b:2"], "-H is given twice, a:2 and b:2; name all hosts in one list or file: a:2,b:2"),
     ],
 )
