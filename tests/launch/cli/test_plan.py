@@ -359,7 +359,7 @@ def test_counts_that_are_none(nodes):
 
 
 def test_a_hundred_thousand_gpus_are_planned():
-    for nodes, ranks in (("1..100000", 1), ("1..12500", 8)):
+    for nodes, ranks in (("1..50000", 2), ("1..12500", 8)):
         begin = time.monotonic()
         told = planned(
             "--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--nodes", nodes, "--ranks-per-node", ranks
