@@ -44,11 +44,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "hello.py"
         script.write_text("print('hello')\n")
-        launch = ["-np", str(options.ranks), "--oversubscribe", "--run-dir", f"{folder}/run", str(script)]
+        launch = ["-H", f"localhost:{options.ranks}", "--run-dir", f"{folder}/run", str(script)]
         commands = {
             "mpirun": [str(BIN / "mpirun"), "--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none",
                        "-np", str(options.ranks), str(BIN / "python"), str(script)],
-            "distrib-launch": [str(BIN / "distrib-launch"), *launch],
+            "distrib-launch": [str(BIN / "distrib-launch"), "--oversubscribe", *launch],
         }  # fmt: skip
         if options.other:
             commands["other distrib-launch"] = [str(options.other), *launch]

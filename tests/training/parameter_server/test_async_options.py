@@ -203,8 +203,9 @@ def test_rates_are_scaled_by_the_ranks_of_a_step(make, options, factor):
 
 
 def job_of(backend: ParameterServerStrategy) -> Job:
-    """Return a job that does not close when this process ends."""
+    """Return a job that does not close when this process ends, and that checks no optimizers of other tests."""
     job = Job(backend)
+    job._parts.shutdown._usage.close()
     job._parts.shutdown._exit_watch.close()  # type: ignore[union-attr]
     return job
 
