@@ -158,7 +158,8 @@ def test_a_primary_waits_for_its_replica_so_long_that_only_one_of_two_exits(
 
 
 @pytest.fixture
-def third_server(monkeypatch) -> Iterator[tuple[ParameterServer, ManualClock]]:
+def third_server(monkeypatch, tmp_path) -> Iterator[tuple[ParameterServer, ManualClock]]:
+    monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     clock = ManualClock(monkeypatch, server, membership)
     monkeypatch.setattr(ParameterServer, "_replicate", lambda self, service: None)
     with socket.create_server(("127.0.0.1", 0)) as free:
