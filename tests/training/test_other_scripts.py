@@ -113,7 +113,7 @@ with distrib.init() as job:
 
 @pytest.mark.forked
 def test_a_schedule_of_all_steps_is_not_measured_by_the_validation_loader(launch, tmp_path):
-    """Of 84 steps each rank takes 42 in an epoch; the validation loader has 2 batches."""
+    """The schedule has 84 steps: two epochs of 42 steps on each rank. The validation loader has 2 batches."""
     script = tmp_path / "schedule.py"
     script.write_text(SCHEDULE_AND_VALIDATION)
     run = launch("-np", "2", script)

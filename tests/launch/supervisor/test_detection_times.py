@@ -19,27 +19,7 @@ from distrib_launch.supervisor.host_liveness import LIVENESS, HostLiveness
 from distrib_launch.supervisor.stop_sequence import StopSequence
 from distrib_launch.supervisor.supervisor import Supervisor
 from tests.conftest import ROOT, SCRIPTS
-
-
-class SimulatedClock:
-    """A clock for modules that read `time.monotonic()`; sleeping moves it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType) -> None:
-        self.now = 1000.0
-        for module in modules:
-            clock = types.SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now, sleep=self.sleep)
-            monkeypatch.setattr(module, "time", clock)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def until(self, what: Any, step: float = 0.1) -> float:
-        """Return the seconds until `what()` is true, called every `step` seconds."""
-        begun = self.now
-        while not what():
-            self.now += step
-            assert self.now - begun < 4000
-        return self.now - begun
+from tests.support.simulated_clock import SimulatedClock
 
 
 @pytest.mark.parametrize("timeout", [LIVENESS.silence_seconds, 7.0, LIVENESS.async_silence_seconds])
@@ -54,7 +34,7 @@ def test_a_host_is_lost_after_its_timeout_and_one_probe(monkeypatch, timeout):
     assert liveness.take_lost_hosts() == []
     liveness.on_life("gone")
     found: list[str] = []
-    took = clock.until(lambda: found.extend(liveness.take_lost_hosts()) or found)
+    took = clock.seconds_until(lambda: found.extend(liveness.take_lost_hosts()) or found)
     assert found == ["gone"] and timeout + 0.6 < took < timeout + 0.9
 
 
@@ -141,7 +121,7 @@ def test_a_launcher_that_acknowledges_nothing_is_lost_after_the_patience(monkeyp
         clock.now += 0.2
         assert not monitor.is_over_limit()
     sock.at = clock.now  # a late acknowledgement begins the time anew
-    assert not monitor.is_over_limit() and 5.9 < clock.until(monitor.is_over_limit, 0.2) < 6.5
+    assert not monitor.is_over_limit() and 5.9 < clock.seconds_until(monitor.is_over_limit, 0.2) < 6.5
     monitor, sock.unacked = SilenceMonitor(sock, 6.0), 0  # type: ignore[arg-type]
     for _ in range(100):  # there is nothing to acknowledge
         clock.now += 0.2
@@ -221,4 +201,4 @@ def test_a_rank_that_sends_no_exit_record_is_given_up_after_the_grace_and_three_
     stop = StopSequence(job, connections, lambda *given_up: lost.append(given_up))  # type: ignore[arg-type]
     stop.begin(5.0)
     assert sent == [(state, Kind.STOP, {"signal": signal.SIGTERM, "grace_seconds": 5.0})]
-    assert 7.9 < clock.until(lambda: stop.check(clock.now) or lost) < 8.3
+    assert 7.9 < clock.seconds_until(lambda: stop.check(clock.now) or lost) < 8.3

@@ -32,25 +32,9 @@ from distrib.training.parameter_server.server_table import BufferPool
 from distrib.training.parameter_server.shard_service import ShardService
 from distrib.training.parameter_server.transport import Connection, FrameKind
 from tests.conftest import ROOT
+from tests.support.simulated_clock import SimulatedClock
 
 ADDRESSES = [("127.0.0.1", 9), ("127.0.0.1", 9), ("127.0.0.1", 9)]
-
-
-class ManualClock:
-    """A clock that stands for `time` in modules of the parameter server."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType) -> None:
-        self.now = 1000.0
-        for module in modules:
-            monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
-
-    def seconds_until(self, what: Any, step: float = 0.2) -> float:
-        """Return the seconds until `what()` is true, called every `step` seconds."""
-        begun = self.now
-        while not what():
-            self.now += step
-            assert self.now - begun < 4000
-        return self.now - begun
 
 
 def promised(pattern: str) -> tuple[float, ...]:
@@ -63,7 +47,7 @@ def test_a_worker_reports_itself_away_warns_and_fails_at_the_promised_times(monk
     away, warns, fails = promised(
         r"after (\d+) s the worker reports itself as away, after (\d+) s it warns, after (\d+) s it fails"
     )
-    clock = ManualClock(monkeypatch, server_connections, server_link)
+    clock = SimulatedClock(monkeypatch, server_connections, server_link)
     monkeypatch.setattr(server_connections.threading, "Thread", lambda **_: types.SimpleNamespace(start=lambda: None))
     lines: list[str] = []
     monkeypatch.setattr(server_connections.log, "info", lambda line, **_: lines.append(line))
@@ -97,7 +81,7 @@ def test_a_worker_reports_itself_away_warns_and_fails_at_the_promised_times(monk
 
 def test_workers_wait_five_seconds_for_one_that_was_connected_and_half_an_hour_for_one_that_was_not(monkeypatch):
     (waits,) = promised(r"after (\d+) s the others continue without the worker")
-    clock = ManualClock(monkeypatch, membership)
+    clock = SimulatedClock(monkeypatch, membership)
     service = ShardService(0, 3, Strategy(mode="async"), BufferPool())
     for worker in (0, 1):
         service.membership.connect(worker, "", types.SimpleNamespace(send=lambda *_, **__: None))  # type: ignore[arg-type]
@@ -137,7 +121,7 @@ def test_a_primary_waits_for_its_replica_so_long_that_only_one_of_two_exits(
     monkeypatch, replica, workers, number, seconds
 ):
     """It does not wait at first; the server that reaches less than half of the workers exits first, the lower number before the other."""
-    clock = ManualClock(monkeypatch, replica_link)
+    clock = SimulatedClock(monkeypatch, replica_link)
     monkeypatch.setattr(ReplicaLink, "_connect", lambda self: None)
     continued: list[None] = []
     replication = types.SimpleNamespace(required=True, replica=None, continue_without=lambda: continued.append(None))
@@ -158,9 +142,9 @@ def test_a_primary_waits_for_its_replica_so_long_that_only_one_of_two_exits(
 
 
 @pytest.fixture
-def third_server(monkeypatch, tmp_path) -> Iterator[tuple[ParameterServer, ManualClock]]:
+def third_server(monkeypatch, tmp_path) -> Iterator[tuple[ParameterServer, SimulatedClock]]:
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
-    clock = ManualClock(monkeypatch, server, membership)
+    clock = SimulatedClock(monkeypatch, server, membership)
     monkeypatch.setattr(ParameterServer, "_replicate", lambda self, service: None)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
@@ -186,7 +170,7 @@ def test_a_shard_is_rebuilt_by_the_first_living_server_after_ten_seconds(third_s
 def test_a_server_writes_a_snapshot_of_changed_values_every_ten_seconds(monkeypatch, tmp_path):
     page = (ROOT / "docs/how-to/parameter-servers.md").read_text()
     assert "it restarts from its last snapshot, about 10 s old" in page
-    clock = ManualClock(monkeypatch, snapshots)
+    clock = SimulatedClock(monkeypatch, snapshots)
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     kept = snapshots.Snapshots(0)
     monkeypatch.setattr(kept, "_write_snapshot", lambda _: None)
