@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, SourcePlace, merge_mentions, shown
+from distrib.utils.ranges import is_whole_number
 
 MAX_SLOTS = 100_000
 
@@ -102,7 +103,7 @@ def parse_expression(text: str, place: SourcePlace) -> Expression:
     """
     if gap := re.search(r"\s+", text):
         word = text[gap.end() :].split()[0]
-        write = f"slots={word}" if _is_number(word) else "slots=8"
+        write = f"slots={word}" if is_whole_number(word) else "slots=8"
         raise place.right(gap.end()).error(
             f"did not expect {shown(word)} after a host",
             f"write settings as {write} in a hostfile, and a comma between hosts",
@@ -265,10 +266,6 @@ def check_user(user: str, place: SourcePlace) -> None:
         )
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
-
-
 def parse_number(text: str, place: SourcePlace, what: str, most: int) -> int:
     """Parse a whole number of ASCII digits; int() alone accepts `1_000`, ` +4` and other scripts.
 
@@ -281,6 +278,6 @@ def parse_number(text: str, place: SourcePlace, what: str, most: int) -> int:
     Raises:
         HostfileError: The text is not a number in this range.
     """
-    if not _is_number(text) or not 1 <= int(text) <= most:
+    if not is_whole_number(text) or not 1 <= int(text) <= most:
         raise place.error(f"{what} must be a whole number from 1 to {most}, not {shown(text)}", code="hostfile-value")
     return int(text)

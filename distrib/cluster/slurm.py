@@ -10,6 +10,7 @@ import msgspec
 from distrib.cluster.host_expression import MAX_SLOTS, list_mentions, parse_number, split_list
 from distrib.cluster.hosts import Host, HostList, Notes, SourcePlace, merge_mentions, shown
 from distrib.errors import HostfileError
+from distrib.utils.ranges import is_whole_number
 
 SOURCE = "Slurm"
 NODES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -164,6 +165,6 @@ def _gpu_count(text: str) -> int:
 
 def _heterogeneous(environ: Mapping[str, str]) -> int:
     """Return the components of a heterogeneous job, 0 for any other job."""
-    if (size := environ.get("SLURM_HET_SIZE", "")).isdecimal() and len(size) < 10:
+    if is_whole_number(size := environ.get("SLURM_HET_SIZE", "")):
         return int(size)
     return sum(name.startswith(f"{NODES[0]}_HET_GROUP_") for name in environ)

@@ -22,6 +22,7 @@ from distrib.environment import (
 from distrib.errors import TrainingError
 from distrib.utils.log import get_logger
 from distrib.utils.mpi_env import OMPI_LOCAL_RANK, OMPI_LOCAL_SIZE, OMPI_SIZE
+from distrib.utils.ranges import is_whole_number
 
 log = get_logger("training")
 
@@ -100,7 +101,7 @@ def _warn_of_separate_jobs(environ: Mapping[str, str]) -> None:
     """Warn if a launcher started several processes without connecting them."""
     for by, size, rank in (("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("mpirun", "PMI_SIZE", "PMI_RANK")):
         count = environ.get(size, "")
-        if count.isdecimal() and len(count) < 10 and int(count) > 1 and environ.get(rank) == "0":
+        if is_whole_number(count) and int(count) > 1 and environ.get(rank) == "0":
             log.warning(
                 f"{by} started {count} processes, but each is a job of its own with one rank\n"
                 "  for one job use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI"

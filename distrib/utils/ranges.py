@@ -1,8 +1,17 @@
-"""Lists of whole numbers as people and the kernel write them. Standard library only: rank agents import it."""
+"""Whole numbers, and lists of them, as people and the kernel write them. Standard library only: rank agents import it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+
+def is_whole_number(text: str) -> bool:
+    """Return True for one to nine ASCII digits: int() also accepts other scripts, and refuses or slowly reads thousands of digits.
+
+    Args:
+        text: Text of a user or of a scheduler.
+    """
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from distrib.cluster.hostfile import HostList
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
-from distrib.utils.ranges import ranges
+from distrib.utils.ranges import is_whole_number, ranges
 from distrib_launch import engines, host_selection, rank_environment, rank_placement
 from distrib_launch.engines import ssh
 from distrib_launch.launch_options import LaunchOptions
@@ -193,5 +193,5 @@ def _shares(host: HostPlan, count: int | None, local: LocalMachine, options: Lau
     found = []
     for local_rank in range(host.workers):
         share = affinity.share_of(local.machine, local_rank, host.workers, environ, options.bind, on_gpus=bool(gpus))
-        found.append(share._replace(threads=int(threads)) if threads.isdecimal() and len(threads) < 10 else share)
+        found.append(share._replace(threads=int(threads)) if is_whole_number(threads) else share)
     return found

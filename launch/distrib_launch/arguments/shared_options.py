@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
+from distrib.utils.ranges import is_whole_number
 from distrib_launch.arguments.help_text import CommonHelp, HelpFormatter, add_help_all, short_help
 from distrib_launch.host_selection import HostFilter
 from distrib_launch.launch_options import HOST_FILE_NAME
@@ -169,8 +170,7 @@ def integer(what: str, minimum: int = 1) -> Callable[[str], int]:
     """
 
     def read(text: str) -> int:
-        # More than nine digits are a typing error, and int() would take quadratic time.
-        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < minimum:
+        if not is_whole_number(text) or int(text) < minimum:
             most = ", of at most 9 digits" if len(text) > 9 else ""
             raise argparse.ArgumentTypeError(
                 f"{text[:40]!r} is not a valid number of {what}; give {minimum} or more{most}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from distrib import environment as env
 from distrib.utils.mpi_env import RankIdentity
-from distrib.utils.ranges import ranges
+from distrib.utils.ranges import is_whole_number, ranges
 from distrib.utils.rlimits import raise_open_files
 from distrib_launch.rank_agent import affinity, reaper
 from distrib_launch.rank_agent.control_channel import Assignment, Kind
@@ -168,7 +168,7 @@ class ScriptProcess:
         threads = environ["OMP_NUM_THREADS"]
         self.placed = {
             "cpus": "" if problem else ranges(share.cpus),
-            "threads": int(threads) if threads.isdecimal() and len(threads) < 10 else None, "problem": problem,
+            "threads": int(threads) if is_whole_number(threads) else None, "problem": problem,
         }  # fmt: skip
         return process
 
