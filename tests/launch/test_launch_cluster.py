@@ -383,9 +383,9 @@ workers.Disconnect()
 """
 
 
-@pytest.mark.parametrize(("hosts", "count"), [("n1:3,n2:3", 3), ("n1:3,n2:3", 9)])
+@pytest.mark.parametrize(("hosts", "count"), [("n1:3,n2:3", 3), ("n1:2,n2:2,n3:2", 5), ("n1:3,n2:3", 9)])
 def test_a_script_may_spawn_as_many_processes_as_slots_are_left(make_cluster, launch, tmp_path, hosts, count):
-    cluster = make_cluster(2)
+    cluster = make_cluster(hosts.count(":"))
     (tmp_path / "p.py").write_text(SPAWNS)
     (tmp_path / "w.py").write_text(
         "import socket\nfrom mpi4py import MPI\nprint('child on', socket.gethostname(), flush=True)\n"
@@ -395,5 +395,5 @@ def test_a_script_may_spawn_as_many_processes_as_slots_are_left(make_cluster, la
     if count == 9:
         assert run.code != 0 and "mpirun: There are not enough slots" in run.err, run
         return
-    assert run.code == 0 and "spawned 3" in run.out and "mpirun: child on n2" in run.err, run
+    assert run.code == 0 and f"spawned {count}" in run.out and "mpirun: child on n2" in run.err, run
     assert cluster.left_over(within_seconds=6) == {}

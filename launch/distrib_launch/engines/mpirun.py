@@ -151,9 +151,10 @@ class _Mpirun(Engine):
         words += ["-np", str(sum(host.ranks for host in hosts))]
         if any(host.name != "localhost" for host in hosts):
             # With more than 64 hosts PRRTE would start daemons from other hosts (tree spawn). Those hosts may lack the ssh keys and
-            # configuration of this machine, and one host that cannot be reached would end the start without a message.
+            # configuration of this machine, and one host that cannot be reached would end the start without a message. A tree of
+            # one level avoids that; plm_ssh_no_tree_spawn breaks MPI_Comm_spawn on three or more hosts ("NO PATH TO TARGET").
             agent = f"/bin/sh {wrapper_file(plan)}"
-            words += ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+            words += ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "rml_base_radix", str(len(hosts) + 1)]
         if plan.mode == "async":
             words += IGNORE_FAILURES
         words += ["-x", DISTRIB_CONTROL]
