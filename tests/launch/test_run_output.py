@@ -139,7 +139,7 @@ def test_the_stack_of_the_thread_that_crashed_is_found():
     report = (
         'before\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "t.py", line 2 in wait\n\n'
         'Current thread 0x2 (most recent call first):\n  File "a.py", line 3 in step\n  File "a.py", line 9 in <module>\n'
-        '  File "/x/rank_agent/run_script.py", line 1 in main\n\nExtension modules: numpy (total: 1)\n'
+        '  File "/x/distrib_launch/rank_agent/run_script.py", line 1 in main\n\nExtension modules: numpy (total: 1)\n'
     )
     head, *frames = root_cause.python_stack(report)
     assert head == "Fatal Python error: Aborted (most recent call first):"

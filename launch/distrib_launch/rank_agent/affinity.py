@@ -7,6 +7,7 @@ itself. `--dry-run` shows the shares on this machine. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -266,6 +267,12 @@ def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> HostRe
     if left:
         nodes[max(nodes, default=-1) + 1] = physical_cores(root, left)
     return HostResources(nodes, _read_gpus(root), cpu_quota(root))
+
+
+@functools.cache
+def this_machine() -> HostResources:
+    """Return the resources of this host, read once: the agents of a host share them."""
+    return read_machine()
 
 
 def _read_gpus(root: Path) -> tuple[LocalGpu, ...]:

@@ -64,12 +64,13 @@ class RankAgent:
     """Agent of one rank: runs the script and owns the channel to the launcher.
 
     Args:
+        environ: Environment in which the engine started this rank.
+        guard: Guard of the rank's processes.
         engine: Process that the engine started for this rank, with whose end the rank ends. None if the engine signals this process.
     """
 
-    def __init__(self, engine: int | None = None) -> None:
-        self._engine = engine
-        environ = dict(os.environ)
+    def __init__(self, environ: dict[str, str], guard: reaper.RankGuard, engine: int | None = None) -> None:
+        self._guard, self._engine = guard, engine
         identity = rank_identity(environ)
         if identity is None:
             raise SystemExit("distrib: neither mpirun nor srun started this process: its environment has no rank")
@@ -273,7 +274,7 @@ class RankAgent:
         if DISTRIB_SERVERS in environ:
             environ[DISTRIB_KEY] = hmac.digest(self._token.encode(), b"parameter servers", "sha256").hex()
         self._script = ScriptProcess(
-            assignment, environ, self._identity,
+            assignment, environ, self._identity, guard=self._guard,
             script_input=self._script_input, selector=self._selector, on_output=self._send_output,
         )  # fmt: skip
         self._device = self._script.device
@@ -364,5 +365,11 @@ class RankAgent:
 def main() -> int:
     """Run the agent of this process's rank. Return its exit code."""
     folder, is_detached = host_agents.take_options()
-    engine = host_agents.fork_agents(folder, is_detached=is_detached) if folder or is_detached else None
-    return RankAgent(None if is_detached else engine).run()
+    guard = reaper.HostGuard()
+    if not folder and not is_detached:
+        exit_code = RankAgent(dict(os.environ), guard.connect()).run()
+        guard.wait()
+        return exit_code
+    engine, environ = host_agents.fork_agents(folder, guard, is_detached=is_detached)
+    exit_code = RankAgent(environ, guard.connect(), None if is_detached else engine).run()
+    os._exit(exit_code)  # the end of the interpreter would copy most of the memory that the agents share

@@ -7,7 +7,6 @@ and wait for the end of the agents, because PRRTE must see one process per rank.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from distrib.utils import signals
 from distrib.utils.mpi_env import OMPI_LOCAL_SIZE
-from distrib_launch.rank_agent import affinity
+from distrib_launch.rank_agent import affinity, reaper
 
 DETACH_OPTION = "--detach"
 FOLDER_OPTION = "--folder"
@@ -40,7 +39,9 @@ each rank starts an agent of its own. PRRTE forwards SIGUSR1 and SIGUSR2; the la
 """
 
 
-def fork_agents(folder: Path | None, *, is_detached: bool) -> int | None:
+def fork_agents(
+    folder: Path | None, guard: reaper.HostGuard, *, is_detached: bool
+) -> tuple[int | None, dict[str, str]]:
     """Fork the agent of each rank of this host. The function returns in the agents; this process waits for all and ends.
 
     Detached agents (mode async) outlive the process that PRRTE started for their rank: when one of its daemons ends, PRRTE ends
@@ -48,12 +49,14 @@ def fork_agents(folder: Path | None, *, is_detached: bool) -> int | None:
 
     Args:
         folder: Folder of the FIFOs, None if this host has one rank.
+        guard: Guard of the host, which ends after all agents.
         is_detached: True for agents in sessions of their own.
 
     Returns:
-        The process that PRRTE started for the rank of this agent, None for local rank 0, whose agent ends with its parent.
+        The process that PRRTE started for the rank of this agent, None for local rank 0, whose agent ends with its parent;
+        and the environment of the rank.
     """
-    affinity.read_machine()  # all agents share what it imports and compiles
+    affinity.this_machine()  # all agents share what it imports and compiles
     "".encode("idna")
     gc.freeze()
     parent = os.getpid()
@@ -62,10 +65,10 @@ def fork_agents(folder: Path | None, *, is_detached: bool) -> int | None:
         if is_detached:
             os.setsid()
         else:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
+            reaper.LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
             if os.getppid() != parent:
                 os._exit(1)
-        return None
+        return None, dict(os.environ)
     if is_detached:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -83,10 +86,11 @@ def fork_agents(folder: Path | None, *, is_detached: bool) -> int | None:
                 environment = Path(f"/proc/{shell}/environ").read_bytes()
                 agent = os.fork()
                 if not agent:
-                    _take(environment)
+                    for number in (*signals.FORWARDED, *signals.STOPPING):
+                        signal.signal(number, signal.SIG_DFL)
                     if is_detached:
                         os.setsid()
-                    return shell
+                    return shell, _decode(environment)
                 agents[agent] = shell
         pid, status = os.waitpid(-1, os.WNOHANG if shells and shells.missing else 0)
         if not pid:
@@ -98,6 +102,7 @@ def fork_agents(folder: Path | None, *, is_detached: bool) -> int | None:
         elif status:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(shell, signal.SIGTERM)  # PRRTE must see that an agent failed
+    guard.wait()
     os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
@@ -132,15 +137,10 @@ class _Shells:
         return [int(line) for line in lines]
 
 
-def _take(environment: bytes) -> None:
-    """Take the environment of another process, and the default reactions to signals."""
-    for number in (*signals.FORWARDED, *signals.STOPPING):
-        signal.signal(number, signal.SIG_DFL)
-    os.environb.clear()
-    for item in environment.split(b"\0"):
-        name, equals, value = item.partition(b"=")
-        if equals:
-            os.environb[name] = value
+def _decode(environment: bytes) -> dict[str, str]:
+    """Return the variables in a file `/proc/PID/environ`."""
+    items = (os.fsdecode(item).partition("=") for item in environment.split(b"\0"))
+    return {name: value for name, equals, value in items if equals}
 
 
 def end_engine_daemon() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from pathlib import Path
 
@@ -31,22 +32,28 @@ class OutOfMemory:
 
 def _counts() -> tuple[int, int, int]:
     """Return three counts: kills in this process's cgroup, hits of a memory limit there or above, and kills on the host."""
-    own = limits = host = 0
+    own, limits = _files()
+    return sum(_value(*file) for file in own), sum(_value(*file) for file in limits), _value(HOST, "oom_kill")
+
+
+@functools.cache
+def _files() -> tuple[list[tuple[Path, str]], list[tuple[Path, str]]]:
+    """Return the files with the first two counts, each with its key."""
+    own, limits = [], []
     with contextlib.suppress(OSError, ValueError):
         for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
             folder = CGROUPS / controllers / path.strip("/")
-            own += _value(folder / ("memory.oom_control" if controllers else "memory.events"), "oom_kill")
+            own.append((folder / ("memory.oom_control" if controllers else "memory.events"), "oom_kill"))
             while folder != CGROUPS.parent:
-                limits += _value(folder / "memory.failcnt") if controllers else _value(folder / "memory.events", "oom")
+                limits.append((folder / "memory.failcnt", "") if controllers else (folder / "memory.events", "oom"))
                 folder = folder.parent
-    host = _value(HOST, "oom_kill")
-    return own, limits, host
+    return own, limits
 
 
-def _value(file: Path, key: str = "") -> int:
+def _value(file: Path, key: str) -> int:
     """Return the count in a file of the kernel, after `key` if given; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         words = (line.split() for line in file.read_text().splitlines())

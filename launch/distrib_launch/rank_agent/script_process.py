@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import fcntl
 import json
-import mmap
 import os
 import selectors
 import signal
@@ -28,6 +27,8 @@ from distrib_launch.rank_agent.oom import OutOfMemory
 
 CHUNK_BYTES = 1 << 18
 """Most bytes that one read takes from a pipe."""
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+"""1 if a process may trace its descendants only: https://docs.kernel.org/admin-guide/LSM/Yama.html"""
 RUN_SCRIPT = Path(__file__).with_name("run_script.py")
 
 
@@ -42,6 +43,7 @@ class ScriptProcess:
         assignment: Command and limits of the script.
         environ: Environment of the script; variables that depend on this host are added.
         identity: Number of the rank.
+        guard: Guard of the rank's processes.
         script_input: Descriptor of its standard input, None for none.
         selector: Selector of the agent's loop.
         on_output: Called with output, errors and status lines.
@@ -57,6 +59,7 @@ class ScriptProcess:
         environ: dict[str, str],
         identity: RankIdentity,
         *,
+        guard: reaper.RankGuard,
         script_input: int | None,
         selector: selectors.BaseSelector,
         on_output: Callable[[Kind, bytes], None],
@@ -65,7 +68,7 @@ class ScriptProcess:
         self._tag = environ[env.DISTRIB_PROCESS_TAG] = assignment.tag
         self.device, gpus = _choose_device(assignment, environ, identity)
         share = affinity.share_of(
-            affinity.read_machine(), identity.local_rank, assignment.cpu_sharers, environ, assignment.bind,
+            affinity.this_machine(), identity.local_rank, assignment.cpu_sharers, environ, assignment.bind,
             on_gpus=gpus > 0,
         )  # fmt: skip
         environ.setdefault("OMP_NUM_THREADS", str(share.threads))
@@ -78,17 +81,16 @@ class ScriptProcess:
         environ[env.TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
         self.started = time.time()
         self._memory = OutOfMemory()
-        tag, session = self._tag, mmap.mmap(-1, 8)  # shared with the guard
-        reaper.adopt_orphans(enabled=False)  # so that the guard becomes a child of init
-        self._guard = reaper.Guard(lambda: reaper.sweep(tag, int.from_bytes(session[:], "little")))
-        self._adopts_orphans = reaper.adopt_orphans(enabled=True)
+        self._adopts_orphans = reaper.adopt_orphans()
+        self._guard = guard
+        guard.watch(self._tag)
         try:
             with self._pipes(assignment, environ) as (status, passed):
                 self._process = self._spawn(assignment, environ, share, passed, script_input)
         except (OSError, Refused):
-            self._guard.dismiss()
+            guard.dismiss()
             raise
-        session[:] = self._process.pid.to_bytes(8, "little")
+        guard.watch(self._tag, self._process.pid)
         try:
             assert self._process.stdout and self._process.stderr
             for descriptor, kind in (
@@ -151,7 +153,6 @@ class ScriptProcess:
             command = [command[0], str(RUN_SCRIPT), *command[1:]]
         if script_input is not None:
             os.lseek(script_input, 0, os.SEEK_SET)
-        libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
         raise_open_files(65536)  # a rank is connected to every other one, once per process group
         try:
             with affinity.bound(share.cpus) as problem:
@@ -159,8 +160,7 @@ class ScriptProcess:
                     command, cwd=assignment.directory, env=environ,
                     stdin=subprocess.DEVNULL if script_input is None else script_input,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
-                    # PR_SET_PTRACER (linux/prctl.h): py-spy, a child of the agent, may read the script's memory even with Yama.
-                    preexec_fn=lambda: libc.prctl(0x59616D61, parent, 0, 0, 0),
+                    preexec_fn=_allow_tracing(),
                 )  # fmt: skip
         except OSError as error:
             what = error.filename if isinstance(error.filename, str) else command[0]
@@ -244,7 +244,7 @@ class ScriptProcess:
         if self._adopts_orphans:
             reaper.end_descendants()
         else:
-            reaper.sweep(self._tag, self._process.pid)
+            reaper.sweep({self._tag}, {self._process.pid})
         return code
 
     def read_rest(self) -> bool:
@@ -279,6 +279,20 @@ class ScriptProcess:
             os.close(self._result)
         if self._events:
             self._events.close()
+
+
+def _allow_tracing() -> Callable[[], object] | None:
+    """Return a function that lets py-spy, a child of this process, read the script's memory; None where Yama does not forbid it.
+
+    Without such a function, `subprocess` starts the script by vfork, which copies no page tables.
+    """
+    try:
+        if YAMA.read_bytes().strip() != b"1":
+            return None
+    except OSError:
+        return None
+    parent = ctypes.c_ulong(os.getpid())
+    return lambda: reaper.LIBC.prctl(0x59616D61, parent, 0, 0, 0)  # PR_SET_PTRACER of linux/prctl.h
 
 
 def _choose_device(assignment: Assignment, environ: dict[str, str], identity: RankIdentity) -> tuple[str, int]:

@@ -146,10 +146,10 @@ class EngineProcess:
 def _end_session(leader: int, patience_seconds: float = 0.0) -> None:
     """End a session's processes: those that do not end by themselves get SIGTERM and, a second later, SIGKILL."""
     deadline = time.monotonic() + patience_seconds
-    while (members := reaper.in_session(leader)) and time.monotonic() < deadline:
+    while (members := reaper.in_sessions({leader})) and time.monotonic() < deadline:
         time.sleep(0.02)
     reaper.send(members, signal.SIGTERM)
     deadline = time.monotonic() + SETTINGS.engine_end_seconds
-    while (members := reaper.in_session(leader)) and time.monotonic() < deadline:
+    while (members := reaper.in_sessions({leader})) and time.monotonic() < deadline:
         time.sleep(0.02)
     reaper.send(members, signal.SIGKILL)

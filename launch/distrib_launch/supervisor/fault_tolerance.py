@@ -233,8 +233,8 @@ class FaultTolerance:
 
     def _notify_servers(self, state: RankState) -> None:
         """Report the state of a rank to the parameter servers, so that none waits for a dead one."""
-        for server in self._job.ranks:
-            if not server.is_worker and not server.exit:
+        for server in self._job.servers:
+            if not server.exit:
                 self._send(server, Kind.EVENT, {"rank": state.plan.rank, "dead": state.exit is not None})
 
     def _warn(self, state: RankState, *, restarted: bool) -> None:

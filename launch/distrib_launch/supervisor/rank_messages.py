@@ -98,7 +98,7 @@ class RankMessages:
             self._on_exit_record(state, decode_json(payload, _ExitRecord))
 
     def _on_status(self, state: RankState, status: dict[str, Any], line: bytes) -> None:
-        if not any(other.step > 0 for other in self._job.ranks) and int(status.get("step", -1)) > 0:
+        if int(status.get("step", -1)) > 0 and not any(other.step > 0 for other in self._job.ranks):
             self._job.console.status(f"first step after {time.time() - self._job.started:.1f} s")
         state.step = max(state.step, int(status.get("step", -1)))
         if "failing" in status:

@@ -151,6 +151,9 @@ class JobState:
         self.run_dir = Path(plan.run_dir)
         self.hosts = {host.name: host for host in plan.hosts}
         self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
+        self.workers = [state for state in self.ranks if state.is_worker]
+        """Ranks that run the script."""
+        self.servers = [state for state in self.ranks if not state.is_worker]
         self.is_local = all(host.name == "localhost" for host in plan.hosts)
         self.missing = len(self.ranks)
         """Number of ranks that have not connected."""
@@ -164,11 +167,6 @@ class JobState:
         self.rank_warnings: list[str] = []
         """Warnings of the library in the ranks, a part of `warnings`."""
         self._log_is_incomplete = False
-
-    @property
-    def workers(self) -> list[RankState]:
-        """Return the ranks that run the script."""
-        return [state for state in self.ranks if state.is_worker]
 
     @property
     def all_ended(self) -> bool:

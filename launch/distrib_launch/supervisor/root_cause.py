@@ -271,7 +271,7 @@ def python_stack(stderr: str) -> list[str]:
     error, *lines = report.splitlines() or [""]
     begin = next((n for n, line in enumerate(lines) if line.startswith("Current thread ")), len(lines))
     frames = itertools.takewhile(lambda line: line.startswith("  "), lines[begin + 1 :])
-    own = [frame for frame in frames if "/rank_agent/run_script.py" not in frame][:19]
+    own = [frame for frame in frames if "/distrib_launch/rank_agent/" not in frame][:19]
     return [f"{FATAL_ERROR}{error} (most recent call first):", *own] if found and own else []
 
 

@@ -10,13 +10,14 @@ from distrib_launch.rank_agent.host_agents import SHELL_SCRIPT
 
 AGENT = """
 import os, sys
-from distrib_launch.rank_agent import host_agents
+from distrib_launch.rank_agent import host_agents, reaper
 folder, is_detached = host_agents.take_options()
+environ = os.environ
 if folder:
-    host_agents.fork_agents(folder, is_detached=is_detached)
-line = f"{os.environ['OMPI_COMM_WORLD_LOCAL_RANK']} {os.environ['MARK']} {os.getppid()}\\n"
+    _, environ = host_agents.fork_agents(folder, reaper.HostGuard(), is_detached=is_detached)
+line = f"{environ['OMPI_COMM_WORLD_LOCAL_RANK']} {environ['MARK']} {os.getppid()}\\n"
 os.write(1, line.encode())
-sys.exit(os.environ["MARK"] == "fails")
+sys.exit(environ["MARK"] == "fails")
 """
 
 

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from distrib_launch.rank_agent import run_script
+from distrib_launch.rank_agent.script_process import RUN_SCRIPT
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.processes
-
-RUN_SCRIPT = Path(run_script.__file__)
 
 SHOWS = """
 from __future__ import print_function

@@ -132,7 +132,7 @@ def rank_agent(**state: Any) -> agent.RankAgent:
     """Return an agent without a process, a launcher and a script."""
     made = agent.RankAgent.__new__(agent.RankAgent)
     vars(made).update(
-        _script=None, _environ={}, _channel=types.SimpleNamespace(sock=None, closed=False, proven=True), _token="", _identity=None,
+        _script=None, _environ={}, _channel=types.SimpleNamespace(sock=None, closed=False, proven=True), _token="", _identity=None, _guard=None,
         _script_input=None, _selector=types.SimpleNamespace(unregister=lambda _: None), _stopped_by="", _sent_exit=False,
         _kill_at=float("inf"), _may_return=False, _rejoin_at=float("inf"), _give_up_at=float("inf"), _said_hello=True, _done=False,
     )  # fmt: skip
