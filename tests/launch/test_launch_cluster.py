@@ -391,7 +391,11 @@ def test_a_script_may_spawn_as_many_processes_as_slots_are_left(make_cluster, la
         "import socket\nfrom mpi4py import MPI\nprint('child on', socket.gethostname(), flush=True)\n"
         "MPI.Comm.Get_parent().Disconnect()\n"
     )
-    run = launch("-H", hosts, "-np", "1", "p.py", count, cluster=cluster, timeout=100)
+    for _ in range(5):
+        run = launch("-H", hosts, "-np", "1", "p.py", count, cluster=cluster, timeout=100)
+        # PRRTE 3.0 reads beyond an array in each spawn (connect_release in pmix_server_dyn.c): plain mpirun crashed in 5 of 25 runs.
+        if "mpirun was killed by" not in run.err:
+            break
     if count == 9:
         assert run.code != 0 and "mpirun: There are not enough slots" in run.err, run
         return
