@@ -54,16 +54,17 @@ def grad_scaler(args: argparse.Namespace, device: torch.device) -> torch.amp.Gra
     return torch.amp.GradScaler(device.type, init_scale=2.0**14, enabled=args.dtype == "fp16")
 
 
+def rate_factor(step: int, warmup_steps: int, steps: int, end: float) -> float:
+    """Return the learning rate of a step as a fraction of the highest: a linear warm-up, then a cosine down to `end`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
 def warmup_cosine(optimizer: torch.optim.Optimizer, warmup_steps: int, steps: int, end: float = 0.0) -> LambdaLR:
-    """Create a schedule of steps: a linear warm-up, then a cosine down to the fraction `end` of the rate."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-        return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return LambdaLR(optimizer, factor)
+    """Create the schedule of `rate_factor`, whose `step()` follows each step of the optimizer."""
+    return LambdaLR(optimizer, lambda step: rate_factor(step, warmup_steps, steps, end))
 
 
 class Shuffle(Sampler[int]):
@@ -92,12 +93,16 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return a GPU's peak by distrib's hardware catalogue, in FLOP/s; None for CPUs and unknown GPUs."""
-    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if gpu is None:
-        return None
-    kind = "tf32" if dtype == "fp32" and "tf32" in gpu.tflops else dtype
-    return gpu.tflops[kind].value * 1e12 if kind in gpu.tflops else None
+    """Return the peak of a device in FLOP/s; None for CPUs and unknown GPUs."""
+    return catalog_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def catalog_flops(gpu: str, dtype: str) -> float | None:
+    """Return the peak of a GPU in distrib's hardware catalogue, in FLOP/s; None if it has no such GPU or type."""
+    found = find_gpu(gpu)
+    peaks = found.tflops if found else {}
+    peak = peaks.get("tf32" if dtype == "fp32" and "tf32" in peaks else dtype)
+    return peak.value * 1e12 if peak else None
 
 
 class Meter:
