@@ -28,7 +28,7 @@ class Dali:
         @pipeline_def(  # type: ignore[untyped-decorator]
             batch_size=args.batch_size,
             num_threads=max(1, args.workers),
-            device_id=device.index,
+            device_id=(device.index or 0) if has_gpu else None,
             seed=args.seed + shard[0],
         )
         def pipeline() -> tuple[object, object]:

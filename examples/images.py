@@ -69,16 +69,17 @@ class Shards(IterableDataset[tuple[torch.Tensor, int]]):
 
 def read_shard(path: Path) -> Iterator[tuple[bytes, int]]:
     """Yield the encoded images of a tar file and their classes."""
+    present, parts = "", {}
     with tarfile.open(path, "r|*") as shard:
-        members = ((member, *member.name.rpartition("/")[2].split(".", 1)) for member in shard if member.isfile())
-        key, parts = "", {}
-        for member, name, suffix in members:
-            if name != key:
-                key, parts = name, {}
-            content = shard.extractfile(member)
+        for member in shard:
+            folder, _, file = member.name.rpartition("/")
+            name, _, suffix = file.partition(".")
+            if f"{folder}/{name}" != present:
+                present, parts = f"{folder}/{name}", {}
             kind = "image" if f".{suffix.lower()}" in SUFFIXES else suffix
-            parts[kind] = content.read() if content else b""
-            if "image" in parts and "cls" in parts:
+            if kind in ("image", "cls") and (content := shard.extractfile(member)):
+                parts[kind] = content.read()
+            if len(parts) == 2:
                 yield parts.pop("image"), int(parts.pop("cls"))
 
 
@@ -93,6 +94,8 @@ def shuffled(shards: Sequence[Path], source: random.Random) -> Iterator[tuple[by
                     place = source.randrange(len(buffer))
                     buffer[place], buffer[-1] = buffer[-1], buffer[place]
                     yield buffer.pop()
+        if not buffer:
+            sys.exit(f"{shards[0]}: no samples, expected files NAME.jpg and NAME.cls")
         source.shuffle(buffer)
         yield from buffer
         buffer.clear()
