@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import recipe
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
@@ -63,9 +63,18 @@ def resnet(args: argparse.Namespace) -> ResNet:
 
 def flops_per_image(args: argparse.Namespace) -> int:
     """Return the FLOPs of training on one image: three times those of the convolutions and products of a forward pass."""
-    with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        resnet(args).eval()(torch.zeros(1, 3, args.size, args.size))
-    return 3 * counter.get_total_flops()
+    side = math.ceil(args.size / 2)
+    products = side**2 * 3 * 7 * 7 * args.width
+    side, inputs = math.ceil(side / 2), args.width
+    for stage, blocks in enumerate(args.blocks):
+        width = args.width << stage
+        for block in range(blocks):
+            products += side**2 * inputs * width
+            if stage and not block:
+                side = math.ceil(side / 2)
+            products += side**2 * (9 * width + 4 * width + (0 if block else 4 * inputs)) * width
+            inputs = 4 * width
+    return 3 * 2 * (products + inputs * args.classes)
 
 
 def sgd(model: nn.Module, lr: float, device: torch.device) -> torch.optim.SGD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import itertools
@@ -145,16 +146,13 @@ def test_without_a_known_peak_there_is_no_mfu():
 
 
 def test_parameters_and_flops_of_the_models():
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in resnet.ResNet().parameters()) == 25_557_032
-        small = gpt2.Shape(layers=2, heads=2, width=8, context=16, vocabulary=10)
-        counted = sum(
-            parameter.numel() for name, parameter in gpt2.Gpt2(small).named_parameters() if "position" not in name
-        )
+    assert sum(parameter.numel() for parameter in resnet.ResNet().parameters()) == 25_557_032
+    small = gpt2.Shape(layers=2, heads=2, width=8, context=16, vocabulary=10)
+    parameters = gpt2.Gpt2(small).named_parameters()
+    counted = sum(parameter.numel() for name, parameter in parameters if "position" not in name)
     assert gpt2.flops_per_token(small) == 6 * counted + 12 * 2 * 8 * 16
     # 4,089,184,256 multiply-adds of a forward pass, two FLOPs each, and twice as many for the backward pass.
-    usual = recipe.parser("", batch_size=1, lr=1.0, checkpoint="x").parse_args([])
-    usual.classes, usual.blocks, usual.width, usual.size = 1000, (3, 4, 6, 3), 64, 224
+    usual = argparse.Namespace(classes=1000, blocks=(3, 4, 6, 3), width=64, size=224)
     assert resnet.flops_per_image(usual) == 3 * 2 * 4_089_184_256
 
 
