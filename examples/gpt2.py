@@ -111,7 +111,8 @@ def loaders(args: argparse.Namespace, device: torch.device) -> tuple[DataLoader[
     held_out = max(1, min(len(blocks) // 20, args.validation_blocks))
     training = Subset(blocks, range(len(blocks) - held_out))
     validation = Subset(blocks, range(len(blocks) - held_out, len(blocks)))
-    options: dict[str, Any] = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+    options: dict[str, Any] = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+    options["pin_memory"] = device.type == "cuda"
     order = recipe.Shuffle(len(training), args.seed)
     return (
         DataLoader(training, args.batch_size, sampler=order, drop_last=True, **options),
