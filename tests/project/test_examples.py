@@ -88,8 +88,8 @@ def losses(printed: str) -> dict[int, str]:
 def test_the_single_version_and_one_rank_have_the_same_losses(tmp_path, example, words):
     printed = []
     for number, script in enumerate((f"{example}_single.py", f"{example}.py")):
-        words = ["--smoke", "--checkpoint", f"{number}.pt", *words]
-        printed.append(losses(run_alone(script, *words, cwd=tmp_path)))
+        own = ["--smoke", "--checkpoint", f"{number}.pt"]
+        printed.append(losses(run_alone(script, *own, *words, cwd=tmp_path)))
     assert list(printed[0]) == [5, 10]
     assert printed[0] == printed[1]
 
