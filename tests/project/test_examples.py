@@ -98,7 +98,7 @@ def test_the_single_version_and_one_rank_have_the_same_losses(tmp_path, example,
     ("example", "unit", "longer"),
     [("train_gpt2.py", "tokens", ["--steps", "25"]), ("train_resnet50.py", "images", ["--epochs", "3"])],
 )
-def test_smoke_on_two_ranks_and_its_continuation(launch, tmp_path, example, unit, longer):
+def test_smoke_on_two_ranks_and_its_continuation(launch, example, unit, longer):
     logged = []
     for words in ([], longer):
         run = launch("-np", "2", EXAMPLES / example, "--smoke", *words)
