@@ -1,0 +1,283 @@
+"""Accuracy of the bandwidth model against published results that it was not fitted to.
+
+    python benchmarks/published.py [--json] [--half tune|held-out] FILE.csv...
+    python benchmarks/published.py --markdown FILE.csv... > benchmarks/results/published.md    every row
+
+A file lists scaling efficiencies or NCCL bus bandwidths; tests/data/published/ has some. Constants may be chosen on the
+tuning half only: rows 0, 2, 4 and so on of a file. Rows 1, 3, 5 and so on are held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import msgspec
+
+from distrib.bandwidth_model import collective_cost
+from distrib.bandwidth_model.fabric import find_fabric
+from distrib.bandwidth_model.prediction import Prediction
+from distrib.bandwidth_model.scaling import predict_step
+from distrib.bandwidth_model.workload import Workload
+from distrib.bandwidth_model.workload_catalog import catalog_workload
+from distrib.cluster.topology import Topology, parse_topology
+from distrib.strategy import Gradients, Strategy
+
+VERDICT = 0.9
+SIZE_RANGES = (
+    ("below 1 MiB", 0, 1 << 20),
+    ("1 to 8 MiB", 1 << 20, (8 << 20) + 1),
+    ("8 to 16 MiB", (8 << 20) + 1, 16 << 20),
+    ("16 MiB and more", 16 << 20, 1 << 60),
+)
+FRAMEWORKS = {
+    "": Strategy(),
+    "horovod": Strategy(bucket_bytes=64 << 20),  # default of HOROVOD_FUSION_THRESHOLD
+    "byteps": Strategy(bucket_bytes=4 << 20, all_reduce="hierarchical", gradients=Gradients("fp16")),
+}
+"""Strategies by the optional column `framework`."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A published figure and its prediction."""
+
+    what: str
+    source: str
+    published: float
+    predicted: float
+    number: int
+    """Place in the file, from 0."""
+    size_bytes: int | None = None
+
+    @property
+    def error(self) -> float:
+        """Relative error with its sign."""
+        return self.predicted / self.published - 1
+
+    @property
+    def half(self) -> str:
+        return "held-out" if self.number % 2 else "tune"
+
+
+def read_results(path: Path) -> list[Result]:
+    """Predict every row of a file.
+
+    Args:
+        path: A CSV file of scaling efficiencies or bus bandwidths.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    predict = _bus_bandwidth if rows and "busbw_GBps" in rows[0] else _scaling
+    return [predict(row, number) for number, row in enumerate(rows)]
+
+
+def is_bus_bandwidth(results: Iterable[Result]) -> bool:
+    return any(result.size_bytes is not None for result in results)
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """Summarize the relative errors of results.
+
+    Args:
+        results: Results of one file, one or more.
+    """
+    errors = [result.error for result in results]
+    found: dict[str, Any] = {
+        "mean_absolute_error": statistics.fmean(map(abs, errors)),
+        "median_absolute_error": statistics.median(map(abs, errors)),
+        "bias": statistics.fmean(errors),
+    }
+    if not is_bus_bandwidth(results):
+        right = sum((result.predicted >= VERDICT) == (result.published >= VERDICT) for result in results)
+        found["verdicts_right"] = right / len(results)
+    found["rows"] = len(results)
+    return found
+
+
+def report(results: list[Result]) -> dict[str, Any]:
+    """Summarize all results, each half and, for bus bandwidths, each range of sizes.
+
+    Args:
+        results: Results of one file.
+    """
+    found = summary(results)
+    found["halves"] = _groups(results, {half: lambda one, half=half: one.half == half for half in ("tune", "held-out")})
+    if is_bus_bandwidth(results):
+        found["sizes"] = _groups(
+            results,
+            {name: lambda one, a=a, b=b: a <= (one.size_bytes or 0) < b for name, a, b in SIZE_RANGES},
+        )
+    return found
+
+
+def table(results: list[Result]) -> str:
+    """Format all results as a table of Markdown.
+
+    Args:
+        results: Results of one file.
+    """
+    if is_bus_bandwidth(results):
+        head = ["|what|bytes|published GB/s|predicted|error|source|", "|-|-|-|-|-|-|"]
+        return "\n".join(head) + "".join(
+            f"\n|{one.what}|{one.size_bytes:,}|{one.published:.4g}|{one.predicted:.4g}|{one.error:+.1%}|{one.source}|"
+            for one in results
+        )
+    return "\n".join(["|what|published|predicted|error|source|", "|-|-|-|-|-|"]) + "".join(
+        f"\n|{one.what}|{one.published:.1%}|{one.predicted:.1%}|{one.error:+.1%}|{one.source}|" for one in results
+    )
+
+
+def summary_table(found: Mapping[Path, list[Result]]) -> str:
+    """Format the figures of each file, of its halves and of its ranges of sizes as a table of Markdown.
+
+    Args:
+        found: Results by file.
+    """
+    lines = ["|file|part|rows|mean error|median|bias|verdicts at 90 %|", "|-|-|-|-|-|-|-|"]
+    for path, results in found.items():
+        whole = report(results)
+        for name, part in {"all": whole, **whole["halves"], **whole.get("sizes", {})}.items():
+            verdict = f"{part['verdicts_right']:.0%}" if "verdicts_right" in part else ""
+            lines.append(
+                f"|{path.stem}|{name}|{part['rows']}|{part['mean_absolute_error']:.1%}|"
+                f"{part['median_absolute_error']:.1%}|{part['bias']:+.1%}|{verdict}|"
+            )
+    return "\n".join(lines)
+
+
+def _groups(results: list[Result], tests: Mapping[str, Callable[[Result], bool]]) -> dict[str, dict[str, Any]]:
+    members = {name: [one for one in results if test(one)] for name, test in tests.items()}
+    return {name: summary(some) for name, some in members.items() if some}
+
+
+def _cluster(node: str, source: str) -> Topology:
+    node = node.strip().removeprefix("{").removesuffix("}") if node.strip().startswith("{") else node
+    return parse_topology(f"nodes:\n  - {{hosts: 'node[1-2]', {node}}}\n", source)
+
+
+def _gpu(topology: Topology) -> str:
+    gpus = topology.nodes[0].gpus
+    assert gpus is not None and gpus.spec is not None
+    return gpus.spec.name
+
+
+def _bus_bandwidth(row: Mapping[str, str], number: int) -> Result:
+    topology = _cluster(row["node"], row["source"])
+    size, hosts, each = (int(row[name]) for name in ("bytes", "hosts", "gpus_per_host"))
+    workload = catalog_workload("ResNet-50", _gpu(topology))
+    fabric = find_fabric(topology, workload, min(hosts, 2), each, nodes=hosts)
+    seconds = collective_cost.all_reduce(fabric, size)
+    ranks = hosts * each
+    return Result(
+        what=f"{hosts} x {each} {row['hardware']}",
+        source=row["source"],
+        published=float(row["busbw_GBps"]),
+        predicted=size / seconds * 2 * (ranks - 1) / ranks / 1e9,
+        number=number,
+        size_bytes=size,
+    )
+
+
+def _scaling(row: Mapping[str, str], number: int) -> Result:
+    topology = _cluster(row["node"], row["source"])
+    batch, accumulate = int(row["batch"]), int(row.get("relative_accumulate") or 1)
+    found = catalog_workload(row["network"], _gpu(topology), batch, precision=row["precision"])  # type: ignore[arg-type]
+    if speed := row["one_gpu_samples_per_second"]:
+        found = _at_speed(found, float(speed), accumulate)
+    base = _throughput(row, topology, found, "relative_to_hosts", "relative_to_gpus_per_host", "relative_accumulate")
+    return Result(
+        what=row["what"],
+        source=row["source"],
+        published=float(row["published_efficiency"]),
+        predicted=_throughput(row, topology, found, "hosts", "gpus_per_host", "accumulate") / base,
+        number=number,
+    )
+
+
+def _at_speed(workload: Workload, samples_per_second: float, accumulate: int) -> Workload:
+    """Scale the passes to a published speed of one GPU; the optimizer stays."""
+    wanted = workload.batch / samples_per_second
+    passes = wanted - workload.optimizer_seconds / accumulate
+    factor = max(passes, 0.5 * wanted) / (workload.forward_seconds + workload.backward_seconds)
+    return msgspec.structs.replace(
+        workload,
+        forward_seconds=workload.forward_seconds * factor,
+        backward_seconds=workload.backward_seconds * factor,
+        gradients=tuple(
+            msgspec.structs.replace(each, ready_seconds=each.ready_seconds * factor) for each in workload.gradients
+        ),
+    )
+
+
+def _throughput(
+    row: Mapping[str, str], topology: Topology, workload: Workload, hosts: str, each: str, accumulate: str
+) -> float:
+    """Predict the samples per second and GPU."""
+    count, gpus, batches = (int(row.get(name) or 1) for name in (hosts, each, accumulate))
+    strategy = msgspec.structs.replace(FRAMEWORKS[row.get("framework") or ""], accumulate=batches)
+    predicted: Prediction = predict_step(
+        topology, workload, strategy, hosts=min(count, 2), nodes=count, ranks_per_host=gpus
+    )
+    return predicted.samples_per_second / predicted.ranks
+
+
+def _text(path: Path, results: list[Result]) -> str:
+    lines = [f"{path.name}"]
+    whole = report(results)
+    parts = {"all": whole, **whole["halves"], **whole.get("sizes", {})}
+    for name, part in parts.items():
+        verdict = f"  verdicts {part['verdicts_right']:6.1%}" if "verdicts_right" in part else ""
+        lines.append(
+            f"  {name:16} mean {part['mean_absolute_error']:6.1%}  median {part['median_absolute_error']:6.1%}  "
+            f"bias {part['bias']:+7.1%}{verdict}  {part['rows']} rows"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Evaluate files of published results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.csv")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print JSON; one object for one file, else one for each")
+    shown.add_argument("--markdown", action="store_true", help="print a table of every row")
+    parser.add_argument("--half", choices=["tune", "held-out"], help="evaluate one half only")
+    parser.add_argument("--each", action="store_true", help="print every row, largest error first")
+    given = parser.parse_args()
+    found = {path: [one for one in read_results(path) if given.half in (None, one.half)] for path in given.files}
+    if given.json:
+        reports = {path.name: report(results) for path, results in found.items()}
+        print(json.dumps(reports if len(reports) > 1 else next(iter(reports.values())), indent=1))
+    elif given.markdown:
+        print(markdown(found), end="")
+    else:
+        for path, results in found.items():
+            print(_text(path, results))
+            for one in sorted(results, key=lambda one: -abs(one.error)) if given.each else ():
+                size = f"{one.size_bytes:>12,}" if one.size_bytes is not None else ""
+                print(f"  {one.half:8} {one.error:+7.1%} {size} {one.published:8.4g} {one.predicted:8.4g}  {one.what}")
+
+
+def markdown(found: Mapping[Path, list[Result]]) -> str:
+    """Format the page with every row.
+
+    Args:
+        found: Results by file.
+    """
+    parts = ["# Published results, predicted from the catalogue\n", summary_table(found) + "\n"]
+    parts += [f"## {path.name}\n\n{table(results)}\n" for path, results in found.items()]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    main()
