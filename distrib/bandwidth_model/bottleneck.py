@@ -14,7 +14,7 @@ import msgspec
 from distrib.bandwidth_model import link_curve
 from distrib.bandwidth_model.link_curve import Curve
 from distrib.bandwidth_model.workload import Workload
-from distrib.cluster.hardware_catalog import LinkKind, find_gpu
+from distrib.cluster.hardware_catalog import LinkKind, find_gpu, network_family
 from distrib.cluster.link_spec import LinkSpec, parse_bus_link
 from distrib.cluster.links import Link, intra_node_link, link_between
 from distrib.cluster.node import NodeGroup
@@ -58,6 +58,10 @@ class RingLink(msgspec.Struct, frozen=True, kw_only=True):
     measured: bool
     gpudirect: bool | None = None
     """True if NICs read GPU memory; None if not described."""
+    ports: int = 1
+    """NICs that share the traffic of a host."""
+    family: str = ""
+    """The network by the names of its devices, such as `EFA`."""
 
     @property
     def name(self) -> str:
@@ -179,6 +183,8 @@ def _ring_link(topology: Topology, link: Link, streams: float) -> RingLink:
         curve=curve or link_curve.linear_curve(latency, narrowest),
         measured=link.origin == "measured",
         gpudirect=link.gpudirect,
+        ports=nics if uses_all and nics else 1,
+        family=family.name if (family := network_family(link.nics)) else "",
     )
 
 
@@ -193,6 +199,28 @@ def _staged_bandwidth(topology: Topology, link: Link) -> float:
         return float("inf")
     pcie = group.pcie_spec
     return max(1, len(link.nics)) * pcie.usable_bytes_per_second / 2 if pcie else float("inf")
+
+
+def limited_by_slots(topology: Topology | None, network: RingLink, workload: Workload, ranks: int) -> RingLink:
+    """Limit the link of a host to what the PCIe slots of its GPUs carry.
+
+    Args:
+        topology: The cluster.
+        network: The link between hosts.
+        workload: One rank's step, with its device.
+        ranks: The fewest ranks of a host, with one GPU each.
+    """
+    group = topology.group_of(network.source) if topology else None
+    spec = find_gpu(workload.device)
+    pcie = (group.pcie_spec if group else None) or (parse_bus_link(spec.pcie) if spec and spec.pcie else None)
+    if pcie is None or ranks * pcie.usable_bytes_per_second >= network.bytes_per_second:
+        return network
+    slots = f"{ranks} x {pcie.text}" if ranks > 1 else pcie.text
+    return msgspec.structs.replace(
+        network,
+        text=f"{network.text} through {slots}" if network.text else slots,
+        curve=network.curve.slower(network.bytes_per_second / (ranks * pcie.usable_bytes_per_second)),
+    )
 
 
 def _uplink_shares(topology: Topology, link: Link, streams: float) -> list[tuple[float, str]]:

@@ -1,8 +1,7 @@
 """Cost of collectives on an idle network: all-reduce as NCCL and Gloo do it, parameter servers, gradient compression.
 
-Formulas for n ranks and S bytes. Ring: 2(n-1) messages of S/n. Double tree: S up and S down in 2 log2(n) hops, inside each host along
-a chain of its GPUs. Hierarchical: reduce-scatter in the host, all-reduce between hosts, all-gather in the host. Bandwidths are
-counted as in nccl-tests, doc/PERFORMANCE.md.
+Formulas for n ranks and S bytes. Ring: 2(n-1) messages of S/n. Hierarchical: reduce-scatter in the host, all-reduce between hosts,
+all-gather in the host. Bandwidths are counted as in nccl-tests, doc/PERFORMANCE.md. NCCL's algorithms are in `nccl_tuner`.
 """
 
 from __future__ import annotations
@@ -13,53 +12,13 @@ from typing import Literal
 
 import msgspec
 
-from distrib.bandwidth_model import link_curve
+from distrib.bandwidth_model import link_curve, nccl_tuner
 from distrib.bandwidth_model.bottleneck import TRANSPORTS
 from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.link_curve import Curve
 from distrib.cluster.measurements import Collective
 from distrib.strategy import FORMATS, Gradients
-
-
-class NcclCost(msgspec.Struct, frozen=True):
-    """Cost of one algorithm and protocol in NCCL's tuner; latencies in microseconds."""
-
-    base: float
-    """Latency of the operation."""
-    nvlink: float
-    """Latency of a hop over NVLink."""
-    pcie: float
-    network: float
-    bandwidth_fraction: float
-    """Fraction of the link's bandwidth that carries data."""
-    hosts_factor: float = 1.0
-    """Factor of the latency over several hosts."""
-
-
-class NcclProtocol(msgspec.Struct, frozen=True, kw_only=True):
-    """A protocol of NCCL with the cost of both algorithms."""
-
-    name: str
-    ring: NcclCost
-    tree: NcclCost
-
-
-class NcclTuner(msgspec.Struct, frozen=True):
-    """Figures of NCCL's tuner (NVIDIA/nccl@5067397 src/graph/tuning.cc)."""
-
-    protocols: tuple[NcclProtocol, ...] = (
-        NcclProtocol(name="LL", ring=NcclCost(6.6, 0.6, 1.0, 2.7, 0.5), tree=NcclCost(6.8, 0.6, 1.0, 5.0, 1 / 3.8)),
-        NcclProtocol(name="LL128", ring=NcclCost(14.0, 1.9, 2.5, 4.0, 0.92), tree=NcclCost(14.0, 1.25, 1.9, 8.5, 0.92)),
-        NcclProtocol(
-            name="Simple", ring=NcclCost(8.4, 3.4, 5.7, 14.0, 1.0, 1.4), tree=NcclCost(8.4, 4.0, 4.0, 14.0, 0.92)
-        ),
-    )
-    network_latency_seconds: float = 2.7e-6
-    """Latency of InfiniBand, which the hops over the network contain. TCP has a higher one."""
-
-
-NCCL_TUNER = NcclTuner()
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +154,7 @@ def _from_measured(measured: tuple[tuple[int, Curve], ...], ranks: int, size_byt
 
 def _nccl(fabric: Fabric, size_bytes: float) -> float:
     """Scale NCCL's tuner model by the measurement over the most similar number of ranks."""
-    seconds = _nccl_tuned(fabric, size_bytes)
+    seconds = nccl_tuner.nccl_all_reduce(fabric, size_bytes)
     nearest = min(fabric.collectives, key=lambda one: abs(math.log(one.ranks / fabric.ranks)), default=None)
     seen = dict(_by_count(fabric.collectives)).get(nearest.ranks) if nearest else None
     if nearest is None or seen is None:
@@ -209,41 +168,7 @@ def _nccl(fabric: Fabric, size_bytes: float) -> float:
         ranks_per_host=each,
         intra_node=fabric.intra_node if each > 1 else None,
     )
-    return seconds * seen.seconds(size_bytes) / _nccl_tuned(there, size_bytes)
-
-
-def _nccl_tuned(fabric: Fabric, size_bytes: float) -> float:
-    """Compute the fastest of NCCL's algorithms and protocols by its tuner's model (src/graph/tuning.cc)."""
-    inside = fabric.intra_node
-    has_nvlink = inside is not None and inside.kind == "nvlink"
-    rates = [link.bytes_per_second for link in (fabric.network, inside) if link]
-    bandwidth = min(rates)
-    n, hosts, each = fabric.ranks, fabric.hosts, fabric.ranks_per_host
-    extra_latency = 0.0
-    if fabric.network:
-        extra_latency = max(0.0, fabric.network.curve.latency_seconds - NCCL_TUNER.network_latency_seconds)
-    # Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
-    loads = ((fabric.network, 1 if hosts == 2 else 2), (inside, 1 if each == 2 else 2))
-    tree_load = max(load / link.bytes_per_second for link, load in loads if link)
-    best = math.inf
-    for protocol in NCCL_TUNER.protocols:
-        if protocol.name == "LL128" and inside and not has_nvlink:
-            continue  # LL128 needs 128-byte stores, which NVLink has
-        cost = protocol.ring
-        between = 2 * (hosts - 1)
-        latency = cost.base + (2 * (n - 1) - between) * (cost.nvlink if has_nvlink else cost.pcie)
-        latency += between * cost.network
-        if hosts > 1:
-            latency *= cost.hosts_factor
-        carried = 2 * (n - 1) / n * size_bytes / (bandwidth * cost.bandwidth_fraction)
-        best = min(best, latency * 1e-6 + between * extra_latency + carried)
-        if hosts > 1:
-            cost = protocol.tree
-            hops = math.log2(hosts)
-            latency = cost.base + 2 * ((each - 1) * (cost.nvlink if has_nvlink else cost.pcie) + hops * cost.network)
-            carried = tree_load * size_bytes / cost.bandwidth_fraction
-            best = min(best, latency * 1e-6 + 2 * hops * extra_latency + carried)
-    return best
+    return seconds * seen.seconds(size_bytes) / nccl_tuner.nccl_all_reduce(there, size_bytes)
 
 
 def _nccl_hierarchical(fabric: Fabric, size_bytes: float) -> float:
@@ -251,4 +176,7 @@ def _nccl_hierarchical(fabric: Fabric, size_bytes: float) -> float:
     host = msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, network=None)
     others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, intra_node=None)
     # The shares of all local ranks use the host's NICs at the same time and take as long as the whole.
-    return _nccl_tuned(host, size_bytes) + _nccl_tuned(others, size_bytes)
+    channels = nccl_tuner.network_channels(fabric)
+    return nccl_tuner.nccl_all_reduce(host, size_bytes) + nccl_tuner.nccl_all_reduce(
+        others, size_bytes, channels=channels
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distrib.bandwidth_model.bottleneck import RingLink, slowest_between_hosts, slowest_inside_host
+from distrib.bandwidth_model.bottleneck import RingLink, limited_by_slots, slowest_between_hosts, slowest_inside_host
 from distrib.bandwidth_model.workload import Workload
 from distrib.bandwidth_model.workload_catalog import gpu_scaling_error, step_time_ratio
 from distrib.cluster.hardware_catalog import GpuSpec, find_gpu
@@ -37,6 +37,10 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks per CPU on the fullest machine, over all hosts of the job on it; 0 if unknown."""
     network: RingLink | None
     intra_node: RingLink | None
+    nvswitch: bool = False
+    """True if switches join the GPUs of each host."""
+    compute_capability: float | None = None
+    """Of the oldest GPU; None if unknown."""
     collectives: tuple[Collective, ...] = ()
     """Measured all-reduces of this cluster."""
     memory_bytes_per_second: float | None = None
@@ -117,6 +121,8 @@ def find_fabric(
     names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
     network = slowest_between_hosts(topology, names, gpus=gpus) if count > 1 else None
+    if network and gpus:
+        network = limited_by_slots(topology, network, workload, min(each))
     intra_node = _intra_node(topology, names, workload, each) if most > 1 else None
     slowness, slowness_notes = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
     notes += slowness_notes
@@ -146,6 +152,8 @@ def find_fabric(
         ranks_per_cpu=highest_share,
         network=network,
         intra_node=intra_node,
+        nvswitch=_has_nvswitch(topology, intra_node, spec),
+        compute_capability=_capability(topology, names, spec) if gpus else None,
         collectives=_collectives(topology, network, gpus, most),
         memory_bytes_per_second=_memory_rate(topology, names, spec, gpus),
         memory_bytes=_smallest(topology, names, spec) if gpus else None,
@@ -204,6 +212,25 @@ def _intra_node(
         slowest_inside_host(topology, host, workload, ranks) for ranks, host in most.values() or [(max(each), names[0])]
     ]
     return min(links, key=lambda link: link.bytes_per_second)
+
+
+def _has_nvswitch(topology: Topology | None, intra_node: RingLink | None, spec: GpuSpec | None) -> bool:
+    """Test if switches join a host's GPUs: as described, else in the catalogue's hosts with NVLink."""
+    if intra_node is None or intra_node.kind != "nvlink":
+        return False
+    group = topology.group_of(intra_node.host) if topology else None
+    if group and group.links:
+        return bool(group.links.nvswitch)
+    return bool(spec and spec.nvlink)
+
+
+def _capability(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None) -> float | None:
+    """Return the lowest compute capability of the job's GPUs."""
+    places = topology.places if topology else {}
+    groups = {places[host.lower()][0] for host in names if host.lower() in places}
+    specs = [gpus.spec for number in groups if topology and (gpus := topology.nodes[number].gpus)]
+    known = [one.compute_capability.value for one in (*specs, spec) if one and one.compute_capability]
+    return min(known, default=None)
 
 
 def _slowness(

@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -49,6 +49,8 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Such as `NVLink3 x12`."""
     pcie: str | None
     """Such as `PCIe4 x16`."""
+    compute_capability: Figure | None = None
+    """Generation of an NVIDIA GPU, such as 9.0."""
 
 
 class CatalogLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +66,23 @@ class CatalogLink(msgspec.Struct, frozen=True, kw_only=True):
     latency_seconds: Figure
 
 
+class NetworkFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """A network with a latency of its own, known by the names of its devices."""
+
+    name: str
+    devices: str
+    """Pattern of the beginning of the names."""
+    min_rate_bytes_per_second: float
+    """The lowest rate of a port of this generation."""
+    latency_seconds: Figure
+
+
 class HardwareCatalog(msgspec.Struct, frozen=True, kw_only=True):
     """The catalogue."""
 
     gpus: tuple[GpuSpec, ...]
     links: tuple[CatalogLink, ...]
+    networks: tuple[NetworkFamily, ...]
 
 
 class CatalogSource(msgspec.Struct, forbid_unknown_fields=True):
@@ -87,6 +101,7 @@ class _GpuEntry(msgspec.Struct, forbid_unknown_fields=True):
     achievable: tuple[float, str] | None = None
     nvlink: tuple[str, str] | None = None
     pcie: tuple[str, str] | None = None
+    compute_capability: tuple[float, str] | None = None
     note: str = ""
 
 
@@ -99,10 +114,18 @@ class _LinkEntry(msgspec.Struct, forbid_unknown_fields=True):
     lanes: int = 1
 
 
+class _NetworkEntry(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    devices: str
+    latency: tuple[str, str]
+    min_rate: str = "0Gb/s"
+
+
 class _CatalogFile(msgspec.Struct, forbid_unknown_fields=True):
     sources: dict[str, CatalogSource]
     gpus: tuple[_GpuEntry, ...]
     links: tuple[_LinkEntry, ...]
+    networks: tuple[_NetworkEntry, ...]
 
 
 def read_catalog_file(path: Path, kind: type[CatalogKind]) -> CatalogKind:
@@ -152,6 +175,7 @@ def hardware_catalog() -> HardwareCatalog:
                 ),
                 nvlink=gpu.nvlink[0] if gpu.nvlink else None,
                 pcie=gpu.pcie[0] if gpu.pcie else None,
+                compute_capability=figure(*gpu.compute_capability) if gpu.compute_capability else None,
             )
             for gpu in file.gpus
         ),
@@ -166,7 +190,35 @@ def hardware_catalog() -> HardwareCatalog:
             )
             for link in file.links
         ),
+        networks=tuple(
+            NetworkFamily(
+                name=network.name,
+                devices=network.devices,
+                min_rate_bytes_per_second=units.parse_rate(network.min_rate),
+                latency_seconds=figure(units.parse_duration(network.latency[0]), network.latency[1]),
+            )
+            for network in file.networks
+        ),
     )
+
+
+def network_family(devices: Sequence[str], rate_bytes_per_second: float = 0.0) -> NetworkFamily | None:
+    """Find the network of NICs by their names, such as EFA of `efa_0`.
+
+    Args:
+        devices: Names of NICs of one network.
+        rate_bytes_per_second: The rate of a port, which tells generations of a network apart.
+
+    Returns:
+        The newest generation with such a rate; None if the names say nothing.
+    """
+    named = [
+        network
+        for network in hardware_catalog().networks
+        if devices and all(re.match(network.devices, name) for name in devices)
+    ]
+    new = [network for network in named if network.min_rate_bytes_per_second <= rate_bytes_per_second]
+    return (new or named[:1] or [None])[-1]
 
 
 @functools.lru_cache(maxsize=256)

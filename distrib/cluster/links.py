@@ -168,7 +168,7 @@ def _described_link(topology: Topology, source: str, target: str) -> Link | None
             gpudirect=None if None in gpudirect else all(gpudirect),
             rate_bytes_per_second=min(total_rate_of_nics(nics), total_rate_of_nics(other)),
             bandwidth_bytes_per_second=min(usable_bandwidth(nics), usable_bandwidth(other)),
-            latency_seconds=slower[0].link.latency_seconds,
+            latency_seconds=slower[0].latency_seconds,
             origin="catalogued",
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from distrib import units
-from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu
+from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu, network_family
 from distrib.cluster.host_expression import parse_expression, split_list
 from distrib.cluster.hosts import MAX_HOSTS, SourcePlace
 from distrib.cluster.link_spec import LinkSpec, parse_bus_link, parse_network_kind, parse_network_link
@@ -162,6 +162,12 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def link(self) -> LinkSpec:
         """The link of one port."""
         return parse_network_link(self.rate, self.given_kind)
+
+    @functools.cached_property
+    def latency_seconds(self) -> float:
+        """The latency of a small message: that of the network by the device's name, such as EFA, else of the link."""
+        family = network_family(self.names, self.link.rate_bytes_per_second)
+        return family.latency_seconds.value if family else self.link.latency_seconds
 
     @property
     def names(self) -> tuple[str, ...]:

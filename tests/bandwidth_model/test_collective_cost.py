@@ -83,12 +83,31 @@ def test_times_of_ring_all_reduce_and_parameter_servers():
 
 
 def test_nccl_bus_bandwidth_on_one_host_matches_published_figures():
-    """8 x H200 have 220 GB/s of bus bandwidth at 16 MiB, 367 GB/s in large rings (stas00/ml-engineering@744d01e)."""
+    """8 x H200 have 473 GB/s of bus bandwidth at 4 GiB with NVLS (stas00/ml-engineering@744d01e)."""
     text = "nodes: [{hosts: h, gpus: {kind: H200, count: 8}, links: {nvlink: NVLink4 x18, nvswitch: yes}}]"
     fabric = find_fabric(parse_topology(text, "h200"), job(device="H200"), 1, 8)
-    for size, published in ((16 << 20, 220e9), (16 << 30, 367e9)):
-        bus = size / collective_cost.all_reduce(fabric, size) * 2 * 7 / 8
-        assert bus == pytest.approx(published, rel=0.1)
+    bus = (4 << 30) / collective_cost.all_reduce(fabric, 4 << 30) * 2 * 7 / 8
+    assert bus == pytest.approx(473e9, rel=0.1)
+
+
+def test_a_rank_gets_no_more_of_the_nics_than_its_slot_carries():
+    text = """nodes: [{hosts: 'h[1-2]', gpus: {kind: H100, count: 8}, links: {nvlink: NVLink4 x18, nvswitch: yes},
+        nics: [{name: 'mlx5_[0-7]', rate: NDR, gpudirect: yes}]}]"""
+    topology = parse_topology(text, "h100")
+    one, all_of_them = (find_fabric(topology, job(device="H100"), 2, each).network for each in (1, 8))
+    assert one.bytes_per_second == pytest.approx(16 * 3.93846154e9 * 0.88)
+    assert "PCIe5 x16" in one.text
+    assert all_of_them.bytes_per_second == pytest.approx(8 * 50e9 * 0.95)
+
+
+def test_the_latency_of_a_network_follows_from_the_names_of_its_devices():
+    def latency(nic: str) -> float:
+        text = f"nodes: [{{hosts: 'h[1-2]', gpus: {{kind: H100, count: 8}}, nics: [{{{nic}, kind: RoCE, gpudirect: yes}}]}}]"
+        return find_fabric(parse_topology(text, "cloud"), job(device="H100"), 2, 8).network.curve.latency_seconds
+
+    assert latency("name: 'efa[0-31]', rate: 100Gb/s") == pytest.approx(75e-6)
+    assert latency("name: 'efa[0-15]', rate: 200Gb/s") == pytest.approx(35e-6)
+    assert latency("name: 'mlx5_[0-7]', rate: 200Gb/s") == pytest.approx(2.7e-6)
 
 
 @pytest.mark.parametrize("each", [2, 4, 8])
