@@ -45,6 +45,8 @@ FRAMEWORKS = {
     "byteps": Strategy(bucket_bytes=4 << 20, all_reduce="hierarchical", gradients=Gradients("fp16")),
 }
 """Strategies by the optional column `framework`."""
+AFTER_BACKWARD = ("PyTorch/LanguageModeling/BERT",)
+"""Sources whose pretraining averages after backward: `take_optimizer_step` in run_pretraining.py. Fine-tuning overlaps."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,9 @@ def _scaling(row: Mapping[str, str], number: int) -> Result:
     found = catalog_workload(row["network"], _gpu(topology), batch, precision=row["precision"])  # type: ignore[arg-type]
     if speed := row["one_gpu_samples_per_second"]:
         found = _at_speed(found, float(speed), accumulate)
+    is_pretraining = accumulate > 1 or int(row.get("accumulate") or 1) > 1
+    if is_pretraining and any(source in row["source"] for source in AFTER_BACKWARD):
+        found = msgspec.structs.replace(found, overlaps=False)
     base = _throughput(row, topology, found, "relative_to_hosts", "relative_to_gpus_per_host", "relative_accumulate")
     return Result(
         what=row["what"],

@@ -268,14 +268,18 @@ def slowest_inside_host(topology: Topology | None, host: str, workload: Workload
     if nvlink:
         lane = NCCL_NVLINK_BYTES_PER_SECOND.get(nvlink.model.name)
         bandwidth = nvlink.lanes * lane if lane else nvlink.usable_bytes_per_second
+    text, kind = spec_used.text, spec_used.kind
+    gpu = group.gpus.spec if group and group.gpus else find_gpu(workload.device)
+    if gpu and gpu.peer_bandwidth_bytes_per_second and not nvlink and not measured:
+        text, kind, bandwidth = "Infinity Fabric", "nvlink", gpu.peer_bandwidth_bytes_per_second.value
     if measured:
         own = measured.bandwidth_bytes_per_second
         bandwidth = min(bandwidth, own) if nvlink else own
     return RingLink(
         source=f"{host} {measured.source if measured else 'gpu0'}",
         target=measured.target if measured else "gpu1",
-        text=spec_used.text,
-        kind=spec_used.kind,
+        text=text,
+        kind=kind,
         curve=link_curve.linear_curve(spec_used.latency_seconds, bandwidth),
         measured=measured is not None,
     )

@@ -251,7 +251,7 @@ def _transfers(
         conversion = SETTINGS.busy_conversion_copies / rate * workload.processor_share / workload.processors
     return [
         Transfer(
-            ready_seconds=bucket.ready_seconds,
+            ready_seconds=bucket.ready_seconds if workload.overlaps else workload.backward_seconds,
             network_seconds=_network_seconds(fabric, strategy, bucket),
             pack_seconds=bucket.size_bytes
             * (packing / rate + payload_of(bucket, strategy.gradients).passes * conversion),

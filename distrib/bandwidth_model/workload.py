@@ -54,6 +54,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     memory_bytes: int | None = None
     """Peak memory of the device."""
     variation: float = 0.0
+    overlaps: bool = True
+    """False if gradients are averaged after backward, not beside it."""
     processor_share: float = 0.0
     """Utilization of the rank's CPUs, 0 to 1; the rest is free for the network."""
     processors: int = 1

@@ -49,6 +49,8 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Such as `NVLink3 x12`."""
     pcie: str | None
     """Such as `PCIe4 x16`."""
+    peer_bandwidth_bytes_per_second: Figure | None = None
+    """What collectives reach over links to all GPUs of the host that are not NVLink."""
     compute_capability: Figure | None = None
     """Generation of an NVIDIA GPU, such as 9.0."""
 
@@ -101,6 +103,7 @@ class _GpuEntry(msgspec.Struct, forbid_unknown_fields=True):
     achievable: tuple[float, str] | None = None
     nvlink: tuple[str, str] | None = None
     pcie: tuple[str, str] | None = None
+    peer_bandwidth: tuple[str, str] | None = None
     compute_capability: tuple[float, str] | None = None
     note: str = ""
 
@@ -175,6 +178,11 @@ def hardware_catalog() -> HardwareCatalog:
                 ),
                 nvlink=gpu.nvlink[0] if gpu.nvlink else None,
                 pcie=gpu.pcie[0] if gpu.pcie else None,
+                peer_bandwidth_bytes_per_second=(
+                    figure(units.parse_rate(gpu.peer_bandwidth[0]), gpu.peer_bandwidth[1])
+                    if gpu.peer_bandwidth
+                    else None
+                ),
                 compute_capability=figure(*gpu.compute_capability) if gpu.compute_capability else None,
             )
             for gpu in file.gpus
