@@ -213,13 +213,17 @@ def limited_by_slots(topology: Topology | None, network: RingLink, workload: Wor
     group = topology.group_of(network.source) if topology else None
     spec = find_gpu(workload.device)
     pcie = (group.pcie_spec if group else None) or (parse_bus_link(spec.pcie) if spec and spec.pcie else None)
-    if pcie is None or ranks * pcie.usable_bytes_per_second >= network.bytes_per_second:
+    if pcie is None:
+        return network
+    # Through host memory, a gradient crosses a slot twice.
+    rate = ranks * pcie.usable_bytes_per_second / (2 if network.gpudirect is False else 1)
+    if rate >= network.bytes_per_second:
         return network
     slots = f"{ranks} x {pcie.text}" if ranks > 1 else pcie.text
     return msgspec.structs.replace(
         network,
         text=f"{network.text} through {slots}" if network.text else slots,
-        curve=network.curve.slower(network.bytes_per_second / (ranks * pcie.usable_bytes_per_second)),
+        curve=network.curve.slower(network.bytes_per_second / rate),
     )
 
 

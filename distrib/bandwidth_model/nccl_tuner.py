@@ -104,7 +104,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     extra: float
     """Latency of the network beyond InfiniBand's."""
     extra_simple: float
-    """The same in Simple, which flushes the NIC's writes to GPU memory."""
+    """The same in Simple: twice as much with RDMA, for the flush of the NIC's writes to GPU memory."""
 
     @property
     def place(self) -> int:
@@ -169,7 +169,7 @@ def _job(fabric: Fabric, channels: int | None) -> _Job:
         network=network.bytes_per_second if network else math.inf,
         channels=channels or 2,
         extra=extra,
-        extra_simple=2 * extra if network and network.gpudirect else extra,
+        extra_simple=2 * extra if network and network.kind != "ethernet" else extra,
     )
 
 
