@@ -26,6 +26,7 @@ from distrib.errors import (
 
 if TYPE_CHECKING:
     from distrib.training import Job, init
+    from distrib.training.memory import estimate_memory
 
 __all__ = [
     "ConfigError",
@@ -38,6 +39,7 @@ __all__ = [
     "TopologyError",
     "TrainingError",
     "__version__",
+    "estimate_memory",
     "init",
 ]
 
@@ -47,6 +49,10 @@ def __getattr__(name: str) -> Any:
         import distrib.training
 
         return getattr(distrib.training, name)
+    if name == "estimate_memory":
+        import distrib.training.memory
+
+        return distrib.training.memory.estimate_memory
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -114,9 +114,10 @@ def signature_of(function: ast.FunctionDef, owner: str) -> str:
 
 
 def library_page() -> str:
-    """Return the page of `distrib.init` and `Job`: signature and docstring of each public function."""
+    """Return the page of `distrib.init`, `distrib.estimate_memory` and `Job`: signature and docstring of each public function."""
     job = functions_of("distrib/training/job.py", "Job") + functions_of("distrib/training/rank_output.py", "RankOutput")
-    sections = [("distrib", one) for one in functions_of("distrib/training/job.py")] + [("job", one) for one in job]
+    functions = functions_of("distrib/training/job.py") + functions_of("distrib/training/memory.py")
+    sections = [("distrib", one) for one in functions] + [("job", one) for one in job]
     page = [JOB]
     for owner, function in sections:
         text = inspect.cleandoc(ast.get_docstring(function) or "")

@@ -15,16 +15,62 @@ class LayerParameter(NamedTuple):
     products: int = 0
 
 
+class Activations(NamedTuple):
+    """Tensors that a part of a network keeps from the forward pass of a sample for the backward pass."""
+
+    computed: int
+    """Elements in the type of the products: 16 bits with autocast, else 32."""
+    single: int = 0
+    """Elements that have 32 bits with autocast too, such as the input of a layer normalisation."""
+    fixed_bytes: int = 0
+    """Bytes of masks and indices."""
+
+    def size(self, element_bytes: int) -> int:
+        """Return the bytes.
+
+        Args:
+            element_bytes: Bytes of an element of the products.
+        """
+        return element_bytes * self.computed + 4 * self.single + self.fixed_bytes
+
+
+class Block(NamedTuple):
+    """A repeated part of a network that can be computed again from its input: kept activations, and the input among them."""
+
+    kept: Activations
+    input: Activations
+
+
 class NetworkArithmetic(msgspec.Struct, frozen=True, kw_only=True):
     """The arithmetic of one sample.
 
-    `activation_elements`: stored by the forward pass for the backward pass. `tail_products`: multiply-adds of final layers without
-    own parameters, such as a classifier that shares the embedding.
+    `tail_products`: multiply-adds of final layers without own parameters, such as a classifier that shares the embedding, which has
+    `tail_elements`. `others`: activations outside of `blocks`. `backward_elements`: temporary at the begin of the backward pass.
     """
 
     parameters: tuple[LayerParameter, ...]
-    activation_elements: int
+    blocks: tuple[Block, ...] = ()
+    others: Activations
+    backward_elements: int = 0
     tail_products: int = 0
+    tail_elements: int = 0
+
+    def activation_bytes(self, element_bytes: int, *, checkpointing: bool = False) -> int:
+        """Return the bytes that forward keeps for backward.
+
+        Args:
+            element_bytes: Bytes of an element of the products: 2 with autocast, else 4.
+            checkpointing: True to keep only the inputs of the blocks, and one block at a time.
+        """
+        kept = [block.kept.size(element_bytes) for block in self.blocks]
+        inputs = [block.input.size(element_bytes) for block in self.blocks]
+        blocks = sum(inputs) + max(kept, default=0) if checkpointing else sum(kept)
+        return blocks + self.others.size(element_bytes)
+
+    @property
+    def product_elements(self) -> int:
+        """The number of weights in products; a shared one counts once, if the tail has it."""
+        return self.tail_elements + sum(parameter.elements for parameter in self.parameters if parameter.products)
 
     @property
     def elements(self) -> int:
@@ -48,6 +94,7 @@ class _Convolutions:
     def __init__(self) -> None:
         self.parameters: list[LayerParameter] = []
         self.outputs = 0
+        """Elements of the convolutions' outputs, without those of shortcuts."""
 
     def add_convolution(self, name: str, width: int, inputs: int, outputs: int, side: int, *, bias: bool) -> None:
         """Add a convolution."""
@@ -56,6 +103,11 @@ class _Convolutions:
         if bias:
             self.parameters.append(LayerParameter(f"{name}.bias", outputs))
         self.outputs += outputs * side * side
+
+    def take_outputs(self) -> int:
+        """Return the elements of the outputs since the last call."""
+        taken, self.outputs = self.outputs, 0
+        return taken
 
     def add_norm(self, name: str, channels: int) -> None:
         """Add a batch normalisation."""
@@ -76,6 +128,9 @@ def resnet(blocks: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
     layers = _Convolutions()
     layers.add_convolution("conv1", 7, 3, 64, 112, bias=False)
     layers.add_norm("bn1", 64)
+    # Kept: the image, the convolution before and after normalisation, and indices of the pooled elements.
+    stem = Activations(3 * 224 * 224 + 2 * layers.take_outputs(), fixed_bytes=8 * 64 * 56 * 56)
+    kept = []
     inputs, side = 64, 56
     for stage, count in enumerate(blocks):
         width = 64 << stage
@@ -87,13 +142,21 @@ def resnet(blocks: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
             ):
                 layers.add_convolution(f"{name}.conv{number}", size, before, after, out, bias=False)
                 layers.add_norm(f"{name}.bn{number}", after)
+            # Each convolution before and after normalisation. After the last one it is the next block's input.
+            output = 4 * width * narrower * narrower
+            elements = 2 * layers.take_outputs() - output
             if not block:
                 layers.add_convolution(f"{name}.downsample.0", 1, inputs, 4 * width, narrower, bias=False)
                 layers.add_norm(f"{name}.downsample.1", 4 * width)
+                elements += layers.take_outputs()
+            before = inputs * (56 * 56 if not (stage or block) else side * side)
+            kept.append(Block(Activations(before + elements), Activations(before)))
             inputs, side = 4 * width, narrower
     layers.add_dense("fc", inputs, classes)
-    # Stored: the output of each convolution before and after normalisation.
-    return NetworkArithmetic(parameters=tuple(layers.parameters), activation_elements=2 * layers.outputs)
+    last = Activations(inputs * (side * side + 1), classes, fixed_bytes=8)
+    return NetworkArithmetic(
+        parameters=tuple(layers.parameters), blocks=tuple(kept), others=_sum_activations(stem, last)
+    )
 
 
 def vgg(stages: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
@@ -104,16 +167,22 @@ def vgg(stages: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
         classes: Classes.
     """
     layers = _Convolutions()
-    inputs, side = 3, 224
+    inputs, side, pooled = 3, 224, 0
     for stage, count in enumerate(stages):
         outputs = min(64 << stage, 512)
         for _ in range(count):
             layers.add_convolution(f"features.{len(layers.parameters) // 2}", 3, inputs, outputs, side, bias=True)
             inputs = outputs
         side //= 2
+        pooled += inputs * side * side
     for number, (before, after) in enumerate([(inputs * side * side, 4096), (4096, 4096), (4096, classes)]):
         layers.add_dense(f"classifier.{3 * number}", before, after)
-    return NetworkArithmetic(parameters=tuple(layers.parameters), activation_elements=2 * layers.outputs)
+    # Kept: the image, each convolution after its ReLU, pooled elements with their indices, and dense layers around their dropout.
+    elements = 3 * 224 * 224 + layers.outputs + pooled + inputs * side * side + 2 * 2 * 4096
+    return NetworkArithmetic(
+        parameters=tuple(layers.parameters),
+        others=Activations(elements, classes, fixed_bytes=8 * pooled + 2 * 4096 + 8),
+    )
 
 
 def gpt2(layers: int, width: int, heads: int, tokens: int = 1024, words: int = 50257) -> NetworkArithmetic:
@@ -130,10 +199,15 @@ def gpt2(layers: int, width: int, heads: int, tokens: int = 1024, words: int = 5
     for layer in range(layers):
         parameters += _block(f"h.{layer}", width, tokens)
     parameters += _scale("ln_f", width)
+    features = tokens * width
     return NetworkArithmetic(
         parameters=tuple(parameters),
-        activation_elements=layers * _activation_elements(width, heads, tokens) + 3 * tokens * words,
+        blocks=(_kept_by_block(width, heads, tokens),) * layers,
+        # The last normalisation and its input, the logarithms of the probabilities, a mask, and the tokens with their successors.
+        others=Activations(features, features + tokens * words, fixed_bytes=features + 2 * 8 * tokens),
+        backward_elements=2 * tokens * words,
         tail_products=tokens * width * words,
+        tail_elements=width * words,
     )
 
 
@@ -158,10 +232,15 @@ def bert(layers: int, width: int, heads: int, tokens: int, words: int = 30522) -
     parameters += _dense("pooler", width, width)
     parameters += _dense("head.transform", width, width, times=tokens)
     parameters += [*_scale("head.norm", width), LayerParameter("head.bias", words), *_dense("head.next", width, 2)]
+    features = tokens * width
     return NetworkArithmetic(
         parameters=tuple(parameters),
-        activation_elements=layers * _activation_elements(width, heads, tokens) + 3 * tokens * words,
+        blocks=(_kept_by_block(width, heads, tokens),) * layers,
+        # The head has a dense layer, its activation function and a normalisation before the logits.
+        others=Activations(3 * features, 2 * features + tokens * words, fixed_bytes=features + 2 * 8 * tokens),
+        backward_elements=2 * tokens * words,
         tail_products=tokens * width * words,
+        tail_elements=width * words,
     )
 
 
@@ -185,8 +264,11 @@ def vit(layers: int, width: int, heads: int, patch: int = 16, classes: int = 100
     for layer in range(layers):
         parameters += _block(f"layers.{layer}", width, tokens)
     parameters += [*_scale("ln", width), *_dense("head", width, classes)]
+    features = tokens * width
     return NetworkArithmetic(
-        parameters=tuple(parameters), activation_elements=layers * _activation_elements(width, heads, tokens)
+        parameters=tuple(parameters),
+        blocks=(_kept_by_block(width, heads, tokens),) * layers,
+        others=Activations(3 * 224 * 224 + width, features + classes, fixed_bytes=features + 8),
     )
 
 
@@ -205,9 +287,22 @@ def _block(name: str, width: int, tokens: int) -> list[LayerParameter]:
     ]
 
 
-def _activation_elements(width: int, heads: int, tokens: int) -> int:
-    """Count the 2-byte elements that a transformer layer stores per sequence (Korthikanti et al. 2022, arXiv:2205.05198)."""
-    return tokens * (34 * width + 5 * heads * tokens) // 2
+def _kept_by_block(width: int, heads: int, tokens: int) -> Block:
+    """Count the activations of a transformer layer per sequence, after Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1.
+
+    That article counts 34 bytes per feature and 5 per attention score in 16 bits. Here attention is torch's fused one, which keeps a sum
+    per row in place of the scores, and autocast keeps the inputs of the two normalisations in 32 bits: 38 bytes per feature.
+    """
+    features = tokens * width
+    # Inputs of attention and MLP, queries, keys, values, their result, and the MLP before and after its activation function.
+    computed = features * (1 + 3 + 1 + 1 + 4 + 4)
+    # Masks of two dropouts, the sums of attention, and means and deviations of two normalisations.
+    fixed_bytes = 2 * features + 4 * heads * tokens + 16 * tokens
+    return Block(Activations(computed, 2 * features, fixed_bytes), Activations(0, features))
+
+
+def _sum_activations(one: Activations, other: Activations) -> Activations:
+    return Activations(*(a + b for a, b in zip(one, other, strict=True)))
 
 
 def _dense(name: str, inputs: int, outputs: int, *, times: int = 1) -> list[LayerParameter]:

@@ -10,9 +10,10 @@ import msgspec
 
 from distrib.bandwidth_model import workload_catalog
 from distrib.bandwidth_model.hypothetical import NetworkOption
+from distrib.bandwidth_model.memory_estimate import MemoryEstimate
 from distrib.bandwidth_model.prediction import Prediction, ScalingLimit
 from distrib.bandwidth_model.recommendations import HostSubset, Recommendation, find_faster_subset, recommend
-from distrib.bandwidth_model.scaling import needed_bandwidth, predict_limit, predict_step
+from distrib.bandwidth_model.scaling import find_job, needed_bandwidth, predict_limit, predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError
@@ -94,6 +95,8 @@ class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The limit of the largest job with any network, if below the target."""
     fewer: HostSubset | None
     """Hosts that would train faster than all of the largest job."""
+    memory: MemoryEstimate | None
+    """Memory of a rank of the largest job, for networks of the catalogue on GPUs."""
     advice: tuple[Recommendation, ...]
     compared: tuple[NetworkComparison, ...]
     expected_error: float
@@ -179,11 +182,19 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
             request.topology, workload, hosts=largest["hosts"], ranks_per_host=largest["ranks_per_host"],
             baseline=max(base, key=lambda each: each.hosts),
         ),
+        memory=_memory(request.topology, workload, largest),
         advice=() if last.ranks == 1 else recommend(request.topology, workload, **largest),
         compared=tuple(_compare(network, predicted(topology), request.largest) for network, topology in request.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
         notes=(*last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
     )  # fmt: skip
+
+
+def _memory(topology: Topology, workload: Workload, job: JobPlace) -> MemoryEstimate | None:
+    if workload.origin != "catalogued" or workload.name not in workload_catalog.network_names():
+        return None
+    fabric, _ = find_job(topology, workload, job["hosts"], job["ranks_per_host"], job["nodes"])
+    return workload_catalog.catalog_memory(workload, ranks=fabric.ranks, device_bytes=fabric.memory_bytes)
 
 
 def _compare(network: NetworkOption, predictions: tuple[Prediction, ...], nodes: int) -> NetworkComparison:

@@ -9,6 +9,7 @@ import msgspec
 from distrib.bandwidth_model.bottleneck import RingLink
 from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.fabric import Fabric, find_fabric
+from distrib.bandwidth_model.memory_estimate import USABLE_FRACTION
 from distrib.bandwidth_model.prediction import Bottleneck, Overhead, Prediction, ScalingLimit
 from distrib.bandwidth_model.step_model import (
     compute_seconds,
@@ -309,4 +310,4 @@ def _fits_memory(fabric: Fabric, workload: Workload) -> bool | None:
     if workload.memory_bytes is None or fabric.memory_bytes is None:
         return None
     buckets = workload.gradient_bytes if fabric.ranks > 1 else 0
-    return workload.memory_bytes + buckets <= fabric.memory_bytes
+    return workload.memory_bytes + buckets <= USABLE_FRACTION * fabric.memory_bytes

@@ -19,6 +19,7 @@ import msgspec
 from distrib import units
 from distrib.bandwidth_model import architectures
 from distrib.bandwidth_model.architectures import NetworkArithmetic
+from distrib.bandwidth_model.memory_estimate import MemoryChange, MemoryEstimate, changes_that_fit, network_memory
 from distrib.bandwidth_model.workload import Gradient, Workload, validate_workload
 from distrib.cluster.hardware_catalog import (
     CatalogSource,
@@ -38,8 +39,10 @@ PATH = Path(__file__).with_name("workload_catalog.yaml")
 class OptimizerMemory(NamedTuple):
     """Memory and traffic of an optimizer in fp32."""
 
-    state_bytes: int
-    """Bytes per parameter: value, gradient and optimizer state (one momentum; two moments), 4 each."""
+    moments: int
+    """Values of its state per parameter."""
+    step_copies: int
+    """Temporary values per parameter in a step of torch's default implementation on GPUs."""
     step_bytes: int
     """Bytes that it reads and writes per parameter and step."""
 
@@ -49,7 +52,7 @@ GPU_VARIATION = 0.015
 deviations (Sinha et al., SC 2022, arXiv:2208.11035). A profile measures it.
 """
 
-OPTIMIZERS = {"sgd": OptimizerMemory(12, 20), "adam": OptimizerMemory(16, 28)}
+OPTIMIZERS = {"sgd": OptimizerMemory(1, 0, 20), "adam": OptimizerMemory(2, 1, 28)}
 
 
 class _Other(msgspec.Struct, forbid_unknown_fields=True):
@@ -146,8 +149,6 @@ def catalog_workload(name: str, gpu: str, batch: int | None = None, *, precision
     # Published speeds contain little optimizer time: their batches are large.
     passes_seconds = samples * arithmetic.training_flop / rate_of_gpu.flop_per_second
     backward_seconds = passes_seconds * 2 / 3
-    element_bytes = 2 if chosen == "amp" else 4
-    state_bytes = optimizer.state_bytes + (2 if chosen == "amp" else 0)
     return Workload(
         name=key,
         origin="catalogued",
@@ -158,11 +159,38 @@ def catalog_workload(name: str, gpu: str, batch: int | None = None, *, precision
         optimizer_seconds=optimizer_seconds,
         gradients=_gradients(arithmetic, backward_seconds),
         parameter_bytes=4 * arithmetic.elements,
-        memory_bytes=state_bytes * arithmetic.elements + samples * element_bytes * arithmetic.activation_elements,
+        memory_bytes=_memory(key, batch=samples, half=chosen == "amp").peak_bytes,
         variation=GPU_VARIATION,
         expected_error=rate_of_gpu.expected_error,
         software={"precision": chosen, "speed": rate_of_gpu.origin},
     )
+
+
+def catalog_memory(workload: Workload, *, ranks: int, device_bytes: int | None) -> MemoryEstimate:
+    """Estimate the memory of a rank that trains a catalogued network, and changes with which it fits.
+
+    Args:
+        workload: The step, from `catalog_workload`.
+        ranks: Ranks of the job.
+        device_bytes: Memory of the GPU; None if it is unknown.
+    """
+    half = workload.software["precision"] == "amp"
+
+    def peak(change: MemoryChange) -> int:
+        return _memory(
+            workload.name, batch=change.batch, half=half or change.half, ranks=ranks, checkpointing=change.checkpointing
+        ).peak_bytes
+
+    estimate = msgspec.structs.replace(
+        _memory(workload.name, batch=workload.batch, half=half, ranks=ranks),
+        device=workload.device,
+        device_bytes=device_bytes,
+    )
+    if device_bytes is None or estimate.fits:
+        return estimate
+    has_blocks = bool(_network(workload.name).blocks)
+    changes = changes_that_fit(peak, device_bytes, batch=workload.batch, can_halve=not half, can_checkpoint=has_blocks)
+    return msgspec.structs.replace(estimate, changes=changes)
 
 
 def published_speeds() -> tuple[PublishedSpeed, ...]:
@@ -347,6 +375,14 @@ def _network(key: str) -> NetworkArithmetic:
         **{field: tuple(v) if isinstance(v, list) else v for field, v in entry.shape.items()}
     )
     return built
+
+
+def _memory(key: str, *, batch: int, half: bool, ranks: int = 1, checkpointing: bool = False) -> MemoryEstimate:
+    optimizer = OPTIMIZERS[_file().networks[key].optimizer]
+    return network_memory(
+        _network(key), batch=batch, half=half, ranks=ranks, checkpointing=checkpointing,
+        moments=optimizer.moments, step_copies=optimizer.step_copies,
+    )  # fmt: skip
 
 
 def _gradients(arithmetic: NetworkArithmetic, backward_seconds: float) -> tuple[Gradient, ...]:

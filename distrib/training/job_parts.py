@@ -15,6 +15,7 @@ from distrib.training.checks.usage import UsageChecks
 from distrib.training.collectives import JobCollectives
 from distrib.training.data.job_loaders import JobLoaders
 from distrib.training.gradient_accumulation import BatchSamples
+from distrib.training.out_of_memory import MemoryChecks
 from distrib.training.prepare import Preparer
 from distrib.training.profiler import JobProfiler
 from distrib.training.step_observer import LastStep
@@ -59,7 +60,8 @@ class JobParts:
                 strategy.device, self.status.measured, lambda: strategy.waited_seconds, lambda: strategy.is_steady,
                 lambda: state.samples_per_step, by_tcp=bool(self.elastic),
             )  # fmt: skip
-        self.preparer = Preparer(state, self.collectives, loaders, self.status, self.profiles, meter)
+        memory = MemoryChecks(state)
+        self.preparer = Preparer(state, self.collectives, loaders, self.status, self.profiles, meter, memory)
         self.shutdown = shutdown.JobShutdown(state, self.collectives, self.status, usage, divergence)
 
     @property

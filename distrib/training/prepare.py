@@ -32,6 +32,7 @@ from distrib.training.model_parameters import (
 )
 from distrib.training.nan_guard import OnNan
 from distrib.training.optimizer_step import OptimizerStepper
+from distrib.training.out_of_memory import MemoryChecks
 from distrib.training.profiler import JobProfiler
 from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.sync_batchnorm import convert_batchnorm
@@ -61,6 +62,7 @@ class Preparer:
         status: StatusPipe,
         profiles: JobProfiler,
         meter: Meter | None,
+        memory: MemoryChecks,
     ) -> None:
         """Create the preparer.
 
@@ -71,10 +73,11 @@ class Preparer:
             status: Reports to the launcher that a model was prepared.
             profiles: Measures the prepared objects, if a profile was requested.
             meter: Measures step times for the launcher; None without one.
+            memory: Compares the prepared objects with the memory of the GPU.
         """
         self._state, self._strategy, self._world = state, state.strategy, state.strategy.world
         self._collectives, self._loaders, self._status = collectives, loaders, status
-        self._profiles, self._meter = profiles, meter
+        self._profiles, self._meter, self._memory = profiles, meter, memory
         self._elastic = isinstance(state.strategy, ElasticStrategy)
         """True in mode async, in which the servers compare the prepared objects of all ranks."""
         self._handlers: list[tuple[type, Callable[[Any, PrepareOptions], Any]]] = [
@@ -121,6 +124,7 @@ class Preparer:
         if (batches := options["accumulate"]) is not None:
             self._state.set_accumulation(batches)
         self._pair()
+        self._memory.check_prepared()
         return prepared
 
     def check_nothing_prepared(self, caller: str) -> None:

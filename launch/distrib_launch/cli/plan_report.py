@@ -39,7 +39,7 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
         ),
         "",
         *_wrapped(_needed(request, plan)),
-        *_wrapped(_memory(plan)),
+        *(line for text in _memory(plan) for line in _wrapped(text)),
         *_wrapped(_fewer(request, plan)),
     ]
     if plan.compared:
@@ -115,13 +115,17 @@ def _fewer(request: PlanRequest, plan: ScalingPlan) -> str:
     return faster_subset_text(plan.fewer, plan.predictions[-1]) + option
 
 
-def _memory(plan: ScalingPlan) -> str:
+def _memory(plan: ScalingPlan) -> list[str]:
+    if plan.memory:
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.parts.items())
+        texts = [f"memory of a rank: {plan.memory.verdict}", f"  {parts}", f"  {plan.memory.advice}"]
+        return [text for text in texts if text.strip()]
     fits = plan.predictions[-1].fits_memory
     memory = plan.workload.memory_bytes
     if fits is None or memory is None:
-        return ""
+        return []
     held = f"memory: a rank holds {size_text(memory)} alone, and buckets of {size_text(plan.workload.gradient_bytes)} beside others"
-    return f"{held}; it fits" if fits else f"{held}: more than {plan.workload.device} has; take a smaller --batch"
+    return [f"{held}; it fits" if fits else f"{held}: more than {plan.workload.device} has; take a smaller --batch"]
 
 
 def _comparison(compared: Sequence[NetworkComparison]) -> list[str]:
