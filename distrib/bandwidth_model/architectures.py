@@ -45,7 +45,7 @@ class NetworkArithmetic(msgspec.Struct, frozen=True, kw_only=True):
     """The arithmetic of one sample.
 
     `tail_products`: multiply-adds of final layers without own parameters, such as a classifier that shares the embedding, which has
-    `tail_elements`. `others`: activations outside of `blocks`. `backward_elements`: temporary at the begin of the backward pass.
+    `tail_elements`. `others`: activations outside of `blocks`. `backward_elements`: temporary at the start of the backward pass.
     """
 
     parameters: tuple[LayerParameter, ...]
@@ -64,7 +64,8 @@ class NetworkArithmetic(msgspec.Struct, frozen=True, kw_only=True):
         """
         kept = [block.kept.size(element_bytes) for block in self.blocks]
         inputs = [block.input.size(element_bytes) for block in self.blocks]
-        blocks = sum(inputs) + max(kept, default=0) if checkpointing else sum(kept)
+        largest = max((whole - own for whole, own in zip(kept, inputs, strict=True)), default=0)
+        blocks = sum(inputs) + largest if checkpointing else sum(kept)
         return blocks + self.others.size(element_bytes)
 
     @property

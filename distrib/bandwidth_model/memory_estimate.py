@@ -1,6 +1,6 @@
 """Memory of a rank at the peak of a training step, and the changes with which it fits a device.
 
-The peak is at the begin of backward, when all activations are present, or in the optimizer's step, when all gradients are.
+The peak is at the start of backward, when all activations are present, or in the optimizer's step, when all gradients are.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ def memory_table(parts: Mapping[str, int], *remarks: str) -> str:
 def peak_bytes(*, kept: int, gradients: int, activations: int, backward: int = 0, step: int = 0) -> int:
     """Compute the peak of a step whose gradients are freed before the next forward pass.
 
-    During backward, activations are freed in proportion as gradients appear, so the peak is at its begin or after its end.
+    During backward, activations are freed in proportion as gradients appear, so the peak is at its start or after its end.
 
     Args:
         kept: Bytes of parameters, optimizer state and buckets.
         gradients: Bytes of all gradients.
         activations: Bytes that forward leaves for backward.
-        backward: Bytes of temporary tensors at the begin of backward, such as the gradients of the logits.
+        backward: Bytes of temporary tensors at the start of backward, such as the gradients of the logits.
         step: Bytes of temporary tensors in the optimizer's step.
     """
     return kept + max(activations + backward, gradients + step)

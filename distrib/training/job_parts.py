@@ -60,9 +60,10 @@ class JobParts:
                 strategy.device, self.status.measured, lambda: strategy.waited_seconds, lambda: strategy.is_steady,
                 lambda: state.samples_per_step, by_tcp=bool(self.elastic),
             )  # fmt: skip
-        memory = MemoryChecks(state)
-        self.preparer = Preparer(state, self.collectives, loaders, self.status, self.profiles, meter, memory)
         self.shutdown = shutdown.JobShutdown(state, self.collectives, self.status, usage, divergence)
+        memory = MemoryChecks(state)  # its hook of exceptions is the outermost, and the first to be removed
+        state.observers.append(memory)
+        self.preparer = Preparer(state, self.collectives, loaders, self.status, self.profiles, meter, memory)
 
     @property
     def is_main(self) -> bool:

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from distrib.bandwidth_model.memory_estimate import memory_table
 from distrib.training.model_parameters import trainable_parameters, unwrap_model
+from distrib.training.step_observer import StepObserver
 from distrib.training.training_state import TrainingState
 from distrib.units import size_text
 from distrib.utils.log import get_logger
@@ -19,7 +20,7 @@ from distrib.utils.log import get_logger
 log = get_logger("training")
 
 
-class MemoryChecks:
+class MemoryChecks(StepObserver):
     """Comparison of prepared models and optimizers with the memory of this rank's GPU."""
 
     def __init__(self, state: TrainingState) -> None:
@@ -29,8 +30,13 @@ class MemoryChecks:
             state: State of the training, with the prepared models and optimizers.
         """
         self._state, self._device = state, state.strategy.device
-        self._hook = sys.excepthook
-        sys.excepthook = self._on_exception
+        self._hook, self._own_hook = sys.excepthook, self._on_exception  # a bound method is a new object each time
+        sys.excepthook = self._own_hook
+
+    def on_close(self) -> None:
+        """Leave out-of-memory errors after the job as they are."""
+        if sys.excepthook == self._own_hook:
+            sys.excepthook = self._hook
 
     def check_prepared(self) -> None:
         """Warn if the GPU certainly has too little free memory for gradients and optimizer state; activations come on top."""

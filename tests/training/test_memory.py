@@ -143,3 +143,5 @@ def test_an_out_of_memory_error_that_ends_the_script_has_the_table(monkeypatch, 
     assert seen[0].startswith("CUDA out of memory. Tried to allocate 2 GiB\n")
     assert "parameters" in seen[0] and "4 MB" in seen[0] and "--accumulate" in seen[0]
     assert seen[1] == "other"
+    job.close()
+    assert sys.excepthook(ValueError, ValueError("after"), None) is None and seen[2] == "after"
