@@ -418,7 +418,8 @@ def test_what_else_is_known_comes_with_the_warning():
     said = dry("--workload", "ResNet-50").stdout
     assert "node1-node2, 10 GbE was not measured: the rate is from the catalogue" in said
     assert "was not measured" not in dry("--workload", "ResNet-50", "--warn-below", "0").stdout
-    assert "may need more memory than" in dry("--workload", "GPT-2-XL").stdout
+    small = (launch.main, "-H", ROOT / "hostfiles/mixed-gpus.txt", "--workload", "GPT-2-XL", "--dry-run")
+    assert "may need more memory than" in call(*small, SCRIPTS / "where.py").stdout
 
 
 def cpu_profile(tmp_path: Path, variation: float = 0.0) -> Path:
