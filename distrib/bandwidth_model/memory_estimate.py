@@ -84,9 +84,9 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
         peak = f"{size_text(self.peak_bytes)} at the peak"
         if self.device_bytes is None:
             return peak
-        return (
-            f"{peak}, of {size_text(self.device_bytes)} ({self.device}): it {'fits' if self.fits else 'does not fit'}"
-        )
+        device = f" ({self.device})" if self.device else ""
+        verdict = "fits" if self.fits else "does not fit"
+        return f"{peak}, of {size_text(self.device_bytes)}{device}: it {verdict}"
 
     @property
     def advice(self) -> str:

@@ -183,7 +183,8 @@ def catalog_memory(workload: Workload, *, ranks: int, device_bytes: int | None) 
 
     estimate = msgspec.structs.replace(
         _memory(workload.name, batch=workload.batch, half=half, ranks=ranks),
-        device=workload.device,
+        # In a mixed cluster the memory is that of the smallest GPU.
+        device=workload.device if device_bytes == int(_spec(workload.device).memory_bytes.value) else "",
         device_bytes=device_bytes,
     )
     if device_bytes is None or estimate.fits:
