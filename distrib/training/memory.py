@@ -8,13 +8,11 @@ torch's private MemTracker counts the same way, but torch without CUDA has no fa
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -27,7 +25,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
 from distrib.bandwidth_model.memory_estimate import MemoryChange, MemoryEstimate, changes_that_fit
 from distrib.cluster.hardware_catalog import find_gpu, gpu_hint
@@ -97,8 +94,7 @@ def estimate_memory(
     def simulated(change: MemoryChange) -> MemoryEstimate:
         chosen = half or (torch.bfloat16 if change.half else None)
         smaller = _take(batch, samples, change.batch)
-        with _checkpointed(_repeated_blocks(model) if change.checkpointing else []):
-            found = _simulate(model, smaller, loss, optimizer, chosen)
+        found = _simulate(model, smaller, loss, optimizer, chosen)
         buckets = found.gradients if ranks > 1 else 0
         return MemoryEstimate(
             parameter_bytes=found.parameters, gradient_bytes=found.gradients, optimizer_bytes=found.optimizer,
@@ -115,7 +111,7 @@ def estimate_memory(
         device_bytes,
         batch=samples,
         can_halve=half is None,
-        can_checkpoint=bool(_repeated_blocks(model)),
+        can_checkpoint=False,
     )
     return msgspec.structs.replace(estimate, changes=changes)
 
@@ -194,7 +190,7 @@ class _Step(nn.Module):
             torch.autocast("cpu", dtype=self._half or torch.bfloat16, enabled=self._half is not None),
         ):
             loss = self._loss(*items, **named)
-        torch.autograd.backward(loss)  # loss.backward() would leave `_GpuOperations` out of recomputed blocks
+        torch.autograd.backward(loss)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -261,34 +257,6 @@ def _fake_optimizer(optimizer: Optimizer | None, fakes: Mapping[int, torch.Tenso
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(stepper, hooks, {})
     return stepper
-
-
-@contextlib.contextmanager
-def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute the activations of blocks again in backward."""
-    before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-
-
-def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the outermost lists of modules of one kind, such as the layers of a transformer."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():  # parents before their children
-        children = [*module.children()]
-        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(child) for child in children}) == 1
-        if is_list and len(children) > 1 and any(children[0].children()) and module not in inside:
-            found += children
-            inside.update(inner for child in children for inner in child.modules())
-    return found
 
 
 def _device(gpu: str | None) -> tuple[str, int | None]:
