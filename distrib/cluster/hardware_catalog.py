@@ -226,7 +226,8 @@ def network_family(devices: Sequence[str], rate_bytes_per_second: float = 0.0) -
         if devices and all(re.match(network.devices, name) for name in devices)
     ]
     new = [network for network in named if network.min_rate_bytes_per_second <= rate_bytes_per_second]
-    return (new or named[:1] or [None])[-1]
+    found = new or named[:1]
+    return found[-1] if found else None
 
 
 @functools.lru_cache(maxsize=256)
