@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any
 
+from distrib.environment import DISTRIB_PROFILE
 from distrib.errors import TrainingError
 from distrib.training import shutdown
 from distrib.training.checkpoint.manager import Checkpoints
@@ -55,10 +56,11 @@ class JobParts:
             state.observers.append(divergence)
         state.observers += [self.last_step, self.status, loaders]
         meter = None
-        if self.status.is_read and world.size > 1:
+        if self.status.is_read and DISTRIB_PROFILE not in os.environ:
             meter = Meter(
                 strategy.device, self.status.measured, lambda: strategy.waited_seconds, lambda: strategy.is_steady,
                 lambda: state.samples_per_step, by_tcp=bool(self.elastic),
+                local_ranks=max(1, world.local_size),
             )  # fmt: skip
         self.shutdown = shutdown.JobShutdown(state, self.collectives, self.status, usage, divergence)
         memory = MemoryChecks(state)  # its hook of exceptions is the outermost, and the first to be removed

@@ -8,7 +8,6 @@ only the last call counts as backward, because gradients are averaged in it. The
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -33,6 +32,7 @@ from distrib.cluster.hardware_catalog import find_gpu
 from distrib.environment import DISTRIB_PROFILE, DISTRIB_RESULT_FD
 from distrib.errors import TrainingError
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
+from distrib.training.telemetry.loader_waits import processor_seconds_of_children
 from distrib.utils.json_text import decode_json, encode_json
 from distrib.utils.log import PLAIN, get_logger
 
@@ -227,7 +227,7 @@ class Profiler:
             self._step.ready[name] = mark
 
     def _step_ends(self) -> None:
-        now, children_seconds = self._clock.mark(), _processor_seconds_of_children()
+        now, children_seconds = self._clock.mark(), processor_seconds_of_children()
         self._taken += 1
         step = self._step
         if step and step.backward and self._taken > self._request.warmup_steps:
@@ -327,17 +327,6 @@ class Profiler:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _processor_seconds_of_children() -> float:
-    """Return the CPU seconds of all child processes so far, such as loader workers."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = ended.ru_utime + ended.ru_stime
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError):  # psutil reads more files, which takes several steps' time
-            stat = Path(f"/proc/{child.pid}/stat").read_text()
-            total += sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
-    return total
 
 
 def quartile_variation(seconds: Sequence[float]) -> float:

@@ -103,6 +103,7 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
     rows = [
         cells("a step", "step_seconds", units.duration_text),
         cells("computing", "compute_seconds", units.duration_text),
+        cells("waiting for data", "loader_seconds", lambda value: "-" if value is None else units.duration_text(value)),
         cells("waiting for ranks", "exposed_seconds", units.duration_text),
         cells("efficiency", "efficiency", lambda value: f"{value:.1%}"),
     ]

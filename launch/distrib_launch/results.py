@@ -48,6 +48,8 @@ class MeasuredPerformance(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[LinkUsage, ...] = ()
     prediction_error: float | None = None
     """Relative excess of the step time over the predicted one."""
+    loader_seconds: float | None = None
+    """Wait for data in a step, part of `compute_seconds`, on the rank that waits longest; None: no prepared loader."""
     network_seconds: float | None = None
     """Time that the links of the busiest host need for a step at their rates; None: traffic was not counted."""
 

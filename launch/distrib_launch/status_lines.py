@@ -15,6 +15,8 @@ from distrib_launch.results import Failure, Result
 
 MAX_MESSAGE_LENGTH = 160
 """Characters of the first failure's message in the end line: two lines of a terminal. The report before it has all."""
+MIN_LOADER_FRACTION = 0.1
+"""Part of a step above which the end line names the wait for data; less is within the variation of steps."""
 
 
 def start_line(plan: LaunchPlan) -> str:
@@ -57,9 +59,14 @@ def end_line(result: Result, run_dir: Path) -> str:
         message = textwrap.shorten(shown, MAX_MESSAGE_LENGTH)
         line += f": {message}" if failure.names_its_place else f": {failed_part(failure)}: {message}"
     elif measured := result.measured:
-        speed = f"{measured.samples_per_second:,.0f} samples/s, " if measured.samples_per_second else ""
         baseline = "one rank's profiled speed" if result.predicted else "the speed without waiting"
-        line += f": {speed}scaling efficiency {measured.efficiency:.0%} of {baseline}"
+        parts = [f"{measured.samples_per_second:,.0f} samples/s"] if measured.samples_per_second else []
+        if result.world_size > 1 or result.predicted:
+            parts.append(f"scaling efficiency {measured.efficiency:.0%} of {baseline}")
+        loading = (measured.loader_seconds or 0.0) / measured.step_seconds
+        if loading > MIN_LOADER_FRACTION:
+            parts.append(f"{loading:.0%} of a step waiting for data")
+        line += f": {', '.join(parts)}" if parts else ""
     details = next(
         (path for name in ("report.html", run_directory.RESULT) if (path := run_dir / name).exists()), run_dir
     )

@@ -4,8 +4,8 @@
     thread, unprepared, no-backward, two-optimizers
     accumulates    a step of the optimizer after four batches
     hiccup         one step takes a second longer
-    loads          two processes load the data, with 3 ms of CPU time per sample
-    bursts         four processes load the data, 0.1 s per sample
+    busy:S:N       N processes load the data, with S seconds of CPU time per sample
+    far:S:N        N processes load the data, S seconds per sample without CPU time; 0: the rank loads it
 """
 
 import sys
@@ -20,6 +20,7 @@ import distrib
 
 steps, seconds, elements = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 how = sys.argv[4] if len(sys.argv) > 4 else ""
+load_seconds, processes = (float(how.split(":")[1]), int(how.split(":")[2])) if ":" in how else (0.0, 0)
 
 
 class Work(torch.autograd.Function):
@@ -48,7 +49,7 @@ class Model(nn.Module):
 
 class Busy(TensorDataset):
     def __getitem__(self, index):
-        end = time.process_time() + 0.003
+        end = time.process_time() + load_seconds
         while time.process_time() < end:
             pass
         return super().__getitem__(index)
@@ -56,7 +57,7 @@ class Busy(TensorDataset):
 
 class Far(TensorDataset):
     def __getitem__(self, index):
-        time.sleep(0.1)
+        time.sleep(load_seconds)
         return super().__getitem__(index)
 
 
@@ -65,7 +66,7 @@ def main():
     job = distrib.init()
     if how.endswith(".json"):
         job.profile(how, warmup_steps=2, steps=8)
-    kind, processes = {"loads": (Busy, 2), "bursts": (Far, 4)}.get(how, (TensorDataset, 0))
+    kind = {"busy": Busy, "far": Far}.get(how.partition(":")[0], TensorDataset)
     data = kind(torch.randn(4096, 8))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 1e-5)

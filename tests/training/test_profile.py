@@ -39,7 +39,7 @@ def test_a_script_is_measured_and_ended(launch, tmp_path):
 
 
 def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
-    run = launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.03, 1600, "loads")
+    run = launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.03, 1600, "busy:0.003:2")
     assert run.code == 0, run
     found = read_workload(tmp_path / "p.json")
     # Each of a batch's four samples uses 3 ms of CPU time; the kernel counts in ticks of 10 ms.
@@ -49,7 +49,7 @@ def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
 
 def test_batches_that_come_in_bursts_are_waited_for_all_the_same(launch, tmp_path):
     """Four loader processes take 0.4 s per batch and start together. One step of four waits for all of them."""
-    assert launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.02, 1600, "bursts").code == 0
+    assert launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.02, 1600, "far:0.1:4").code == 0
     found = read_workload(tmp_path / "p.json")
     assert found.loader_seconds > 0.04
     assert found.loader_seconds + found.compute_seconds == pytest.approx(0.1, rel=0.6)  # the longest wait is 0.4 s

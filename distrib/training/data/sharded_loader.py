@@ -107,6 +107,8 @@ class ShardedLoader(Iterable[Any]):
         self._epochs = EpochCounter(context.clock)
         self.measure_waits: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         """Wraps the batches of later passes, to measure the wait for each of them."""
+        self.fetch: Callable[[Iterator[Any], bool], Any] = lambda batches, is_first: next(batches)
+        """Returns the next batch, given True for the first one of a pass; replaced to measure the wait for it."""
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
         self._first_batch = ""
@@ -247,7 +249,7 @@ class ShardedLoader(Iterable[Any]):
                 if balancer:
                     balancer.begin_batch()
                 try:
-                    batch = move_to_device(next(batches), context.device)
+                    batch = move_to_device(self.fetch(batches, step == 0), context.device)
                 except StopIteration:
                     is_complete = True
                     break

@@ -1,4 +1,4 @@
-"""Step times during training: duration of a step, its wait for gradients, and the traffic to other hosts.
+"""Step times during training: duration of a step, its waits for gradients and data, and the traffic to other hosts.
 
 Steps are measured in windows: one after the first steps, then one every `pause_seconds`. Between windows nothing is measured. In a
 window, a hook on each parameter marks the time of its gradient. The time from the last gradient to the optimizer is the wait for
@@ -19,9 +19,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.model_parameters import exclude_model
 from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
+from distrib.training.telemetry.loader_waits import LoaderWaits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class MeterSettings:
     warmup_steps: int = 5
     """Steps before the first window: DDP rebuilds its buckets in the first three."""
     window_steps: int = 20
+    window_bursts: int = 4
+    """Least batches of each loader process in a window: loader processes that start together yield their batches together."""
     min_steps: int = 5
     """Least number of steps in a window."""
     window_seconds: float = 10.0
@@ -54,6 +58,7 @@ class Meter:
         samples: Callable[[], int] = lambda: 0,
         *,
         by_tcp: bool = False,
+        local_ranks: int = 1,
     ) -> None:
         """Begin without an optimizer.
 
@@ -64,9 +69,11 @@ class Meter:
             steady: Returns False while step times are not typical. No window begins then.
             samples: Returns this rank's samples in the present step; 0 if they are not known.
             by_tcp: True if all gradients travel over TCP. Otherwise, traffic is reported only if TCP carries all collectives.
+            local_ranks: Ranks on this host, which share its CPUs.
         """
         self._is_counted = by_tcp or tcp_stats.are_all(device)
         self._clock = DeviceTimer(device)
+        self._loading = LoaderWaits(self._clock, local_ranks)
         self._report = report
         self._waited = waited
         self._steady, self._samples = steady, samples
@@ -90,11 +97,13 @@ class Meter:
         """Measure a prepared object.
 
         Args:
-            thing: A prepared model or optimizer. Other objects are ignored.
+            thing: A prepared model, optimizer or loader. Other objects are ignored.
         """
         if isinstance(thing, nn.Module):
             # A model that is prepared again replaces its former wrapper.
             self._models = [*exclude_model(self._models, thing), thing]
+        elif isinstance(thing, ShardedLoader):
+            self._loading.watch(thing)
         elif isinstance(thing, torch.optim.Optimizer) and self._optimizer is None:
             self._optimizer = thing
             self._step_hooks = [
@@ -115,6 +124,7 @@ class Meter:
                 hook.remove()
             self._hooks.clear()
             self._marks.clear()
+            self._loading.discard()
             self._optimizer = self._begin = self._ready = self._called = None
 
     @property
@@ -136,6 +146,7 @@ class Meter:
         if waited is not None:
             self._waits = [waited]
             self._since = self._since or (self._steps, waited)
+        self._loading.open()
         self._begin = self._clock.mark()
 
     def _optimizer_begins(self) -> None:
@@ -149,6 +160,10 @@ class Meter:
                 self._open()
             return
         end = self._clock.mark()
+        if end is None:  # in a CUDA graph
+            self._loading.discard()
+        else:
+            self._loading.end_step(self._begin, end)
         if self._ready is not None and self._called is not None:
             self._marks.append((self._begin, self._ready, self._called, end))
             waited = self._waited()
@@ -157,7 +172,9 @@ class Meter:
         self._begin, self._ready, self._called = end, None, None
         count = len(self._marks)
         late = time.monotonic() - self._opened > SETTINGS.window_seconds
-        if count >= SETTINGS.window_steps or (late and count >= SETTINGS.min_steps):
+        if count >= max(SETTINGS.window_steps, SETTINGS.window_bursts * self._loading.most_workers) or (
+            late and count >= SETTINGS.min_steps
+        ):
             self._close()
 
     def _close(self) -> None:
@@ -167,6 +184,7 @@ class Meter:
         self._begin = None
         self._open_at = time.monotonic() + SETTINGS.pause_seconds
         self._clock.synchronize()
+        loading = self._loading.close()
         seconds = self._clock.seconds
         steps = [seconds(begin, end) for begin, _, _, end in self._marks]
         in_bursts = bool(multiprocessing.active_children())  # loader processes
@@ -191,5 +209,6 @@ class Meter:
                 "compute_seconds": max(0.0, typical_seconds(computes, in_bursts=in_bursts)),
                 "sent_bytes_per_second": tcp_stats.rates(self._sent, sent),
                 "sent_bytes_per_step": {address: size / len(steps) for address, size in sizes.items()},
+                "loading": loading or None,
             }
         )

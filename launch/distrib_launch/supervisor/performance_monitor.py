@@ -17,6 +17,7 @@ from distrib.cluster.topology import read_topology
 from distrib.errors import ConfigError
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import LinkUsage, MeasuredPerformance
+from distrib_launch.supervisor.loading_check import LoadingCheck, LoadingReport
 
 
 class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +51,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of this rank in a step, 0 if not known."""
     sent_bytes_per_second: dict[str, float] = {}
     sent_bytes_per_step: dict[str, float] = {}
+    loading: LoadingReport | None = None
 
 
 class PerformanceMonitor:
@@ -68,6 +70,7 @@ class PerformanceMonitor:
         self._last: MeasuredPerformance | None = None
         self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
         self._warned: set[str] = set()
+        self._loading = LoadingCheck()
 
     def add_report(self, rank: int, report: Any) -> None:
         """Add the measured steps of a rank.
@@ -87,6 +90,9 @@ class PerformanceMonitor:
         if len(self._pending) == self._workers or self._reports[rank] > MONITOR.max_reports_ahead:
             self._reports.clear()
             round_ = self._summary(self._pending)
+            loading = {number: each.loading for number, each in self._pending.items() if each.loading}
+            if late := self._loading.update(loading, {n: self._pending[n].exposed_seconds for n in loading}):
+                self._warn("data", late)
             self._pending = {}
             self._last = round_
             self._rounds.append(msgspec.structs.replace(round_, links=()))
@@ -99,6 +105,7 @@ class PerformanceMonitor:
             return None
 
         rates = [each.samples_per_second for each in self._rounds if each.samples_per_second]
+        loading = [each.loader_seconds for each in self._rounds if each.loader_seconds is not None]
 
         def median(field: str) -> float:
             return float(statistics.median(getattr(each, field) for each in self._rounds))
@@ -112,6 +119,7 @@ class PerformanceMonitor:
             exposed_seconds=max(0.0, step - compute),
             efficiency=median("efficiency"),
             samples_per_second=statistics.median(rates) if rates else None,
+            loader_seconds=statistics.median(loading) if loading else None,
             prediction_error=step / self._predicted_seconds - 1 if self._predicted_seconds else None,
         )
 
@@ -123,7 +131,7 @@ class PerformanceMonitor:
         """Summarize one report of each rank: the slowest computes, the rest of the step is waiting."""
         step = max(each.step_seconds for each in reports.values())
         slowest = max(reports, key=lambda rank: reports[rank].compute_seconds)
-        compute = min(step, reports[slowest].compute_seconds)
+        compute = min(step, reports[slowest].compute_seconds) if len(reports) > 1 or self._workers > 1 else step
         forecast = self._plan.forecast
         alone = (
             forecast.predicted.compute_seconds
@@ -139,6 +147,9 @@ class PerformanceMonitor:
             step_seconds=step,
             compute_seconds=compute,
             exposed_seconds=step - compute,
+            loader_seconds=max(
+                (each.loading.loader_seconds for each in reports.values() if each.loading), default=None
+            ),
             efficiency=min(1.0, alone / step) if step > 0 else 1.0,
             slowest_rank=slowest,
             links=tuple(
@@ -287,6 +298,8 @@ def _checked(report: _Report) -> _Report:
         *report.sent_bytes_per_second.values(),
         *report.sent_bytes_per_step.values(),
     )
+    if report.loading and not report.loading.is_valid:
+        raise ValueError("times of data loading are not possible")
     if not all(math.isfinite(value) and value >= 0 for value in times) or not report.step_seconds or report.steps < 1:
         raise ValueError(f"a step of {report.step_seconds} s is not possible")
     return report
