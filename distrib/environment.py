@@ -65,6 +65,8 @@ TORCHELASTIC_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Set for some ranks.
 DISTRIB_RESULT_FD = "DISTRIB_RESULT_FD"
 """File to which the script writes its result: the pickled value of `distrib_launch.run`, or the JSON of `--profile`."""
+DISTRIB_SHARE_GPUS = "DISTRIB_SHARE_GPUS"
+"""`1` if ranks of a host may share a GPU, which NCCL does not support (`--share-gpus`)."""
 DISTRIB_PROFILE = "DISTRIB_PROFILE"
 """JSON of the profile that `--profile` requests."""
 DISTRIB_SERVERS = "DISTRIB_SERVERS"

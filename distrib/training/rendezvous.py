@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from distrib.environment import DISTRIB_ADDRESS, MASTER_ADDR, MASTER_PORT
+from distrib.environment import DISTRIB_ADDRESS, DISTRIB_SHARE_GPUS, MASTER_ADDR, MASTER_PORT
 from distrib.errors import TrainingError
 from distrib.training import compat
 from distrib.training.gradients.host_shared_memory import kernel_identity
@@ -37,7 +37,7 @@ STORE_TAKES_SOCKET = torch.__version__ >= "2.8"
 def join(world: World, device: torch.device, timeout: timedelta) -> World:
     """Create torch's default process group of all ranks; a single rank needs none. Collective.
 
-    GPU tensors go through NCCL, CPU tensors through Gloo.
+    GPU tensors go through NCCL, CPU tensors through Gloo. All go through Gloo if ranks share GPUs, which NCCL refuses.
 
     Args:
         world: The ranks of the job.
@@ -56,7 +56,8 @@ def join(world: World, device: torch.device, timeout: timedelta) -> World:
         raise TrainingError(
             "torch.distributed is initialized already", hint="call distrib.init() instead of init_process_group()"
         )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    by_nccl = device.type == "cuda" and dist.is_nccl_available() and DISTRIB_SHARE_GPUS not in os.environ
+    backend = "cpu:gloo,cuda:nccl" if by_nccl else "gloo"
     store, address = _connect_by_variables(world, timeout) if world.comm is None else _connect_by_mpi(world, timeout)
     hosts = _exchange_hosts(store, world.rank, world.size, backend)
     if not world.local_size:

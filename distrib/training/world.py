@@ -165,7 +165,8 @@ def find_device(local_rank: int, environ: Mapping[str, str] = os.environ) -> tor
         if device.index >= gpus:
             raise TrainingError(
                 f"local rank {local_rank} was given GPU {device.index}, but torch sees {gpus} GPU(s) on this host",
-                hint="start at most one rank for each GPU, or none: distrib-launch -x CUDA_VISIBLE_DEVICES= trains on CPUs; "
+                hint="start at most one rank for each GPU, or none: distrib-launch -x CUDA_VISIBLE_DEVICES= trains on CPUs, and "
+                "distrib-launch --share-gpus lets ranks share GPUs; "
                 "if each rank sees only its own GPU, set DISTRIB_DEVICE=cuda:0",
                 code="gpu-unavailable",
             )

@@ -52,6 +52,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """None: one rank for each slot."""
     oversubscribe: bool = False
     """Allow any number of ranks per core of this machine."""
+    share_gpus: bool = False
+    """Allow more ranks than GPUs on a host."""
     host_filter: HostFilter = HostFilter()
     interface: str | None = None
     mpirun: str | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from distrib.cluster.hostfile import HostList
+from distrib.environment import DISTRIB_SHARE_GPUS
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib.utils.ranges import is_whole_number, ranges
@@ -22,6 +23,10 @@ from distrib_launch.rank_placement import HostPlan
 
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
     from distrib.cluster.topology import Topology
+
+
+SHARED_GPUS_NOTE = "--share-gpus: ranks that share a GPU are slower than one, and each needs its own memory there; all ranks use Gloo, not NCCL"
+"""Warning of a launch whose ranks may share GPUs."""
 
 
 class LocalMachine(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +62,13 @@ def build_plan(
     host_list, dedicated = rank_placement.split_server_hosts(host_list) if has_servers else (host_list, ())
     host_filter = msgspec.structs.replace(options.host_filter, server_hosts=tuple(host.name for host in dedicated))
     placement = rank_placement.place_workers(
-        host_list, topology, options.ranks, local.gpus, host_filter, synchronous=synchronous
+        host_list,
+        topology,
+        options.ranks,
+        local.gpus,
+        host_filter,
+        synchronous=synchronous,
+        share_gpus=options.share_gpus,
     )
     hosts, notes = placement.hosts, placement.notes
     if has_servers:
@@ -68,6 +79,8 @@ def build_plan(
         notes += rank_placement.notes_on_ignored_roles(host_list, hosts)
     gpus = dict.fromkeys(placement.gpus, 0) if cpu_only else placement.gpus
     workers = _workers(hosts, gpus, local, options)
+    if any(DISTRIB_SHARE_GPUS in rank.environment for rank in workers):
+        notes += (SHARED_GPUS_NOTE,)
     ranks = (*workers, *_servers(hosts, len(workers), options))
     notes += _notes_on_ineffective_options(
         strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks})
@@ -134,14 +147,16 @@ def _notes_on_ineffective_options(strategy: Strategy, devices: Collection[str], 
 def _workers(
     hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], local: LocalMachine, options: LaunchOptions
 ) -> list[RankPlan]:
-    """Plan the ranks that run the script. Raises ConfigError if a host has fewer GPUs than slots."""
+    """Plan the ranks that run the script. Raises ConfigError if a host has fewer GPUs than slots and they are not shared."""
     found: list[RankPlan] = []
+    shared = options.share_gpus and any(_may_share(gpus[host.name], host.workers) for host in hosts if host.workers)
+    more = {DISTRIB_SHARE_GPUS: "1"} if shared else {}
     for group, host in enumerate(hosts):
         count = gpus[host.name] if host.workers else 0
-        if count and host.workers > count:
+        if count and host.workers > count and not shared:
             raise ConfigError(
                 f"{host.name}: {host.workers} slots, but {count} GPU(s)",
-                hint="one rank per GPU; lower its slots",
+                hint="lower its slots to one rank per GPU, or share the GPUs with --share-gpus",
                 code="too-many-ranks",
             )
         shares = _shares(host, count, local, options)
@@ -152,15 +167,21 @@ def _workers(
                     host=host.name,
                     local_rank=local_rank,
                     role="worker",
-                    device="auto" if count is None else f"cuda:{local_rank}" if count else "cpu",
-                    environment=rank_environment.planned(
-                        options, hosts, group=group, local_rank=local_rank, rank=len(found)
-                    ),
+                    device="auto" if count is None else f"cuda:{local_rank % count}" if count else "cpu",
+                    environment={
+                        **rank_environment.planned(options, hosts, group=group, local_rank=local_rank, rank=len(found)),
+                        **more,
+                    },
                     cpus=ranges(shares[local_rank].cpus) if shares else None,
                     threads=shares[local_rank].threads if shares else None,
                 )
             )
     return found
+
+
+def _may_share(gpus: int | None, workers: int) -> bool:
+    """Test if ranks of a host may have to share a GPU: it has fewer GPUs than ranks, or an unknown number."""
+    return workers > 1 if gpus is None else 0 < gpus < workers
 
 
 def _servers(hosts: Sequence[HostPlan], first: int, options: LaunchOptions) -> list[RankPlan]:

@@ -71,6 +71,7 @@ def place_workers(
     host_filter: HostFilter = HostFilter(),  # noqa: B008 (it is frozen)
     *,
     synchronous: bool = True,
+    share_gpus: bool = False,
 ) -> Placement:
     """Decide the number of workers on each host.
 
@@ -81,6 +82,7 @@ def place_workers(
         local_gpus: Number of GPUs of this machine.
         host_filter: Selection of hosts.
         synchronous: Every rank waits for the slowest one in each step.
+        share_gpus: Allow more ranks than GPUs.
 
     Raises:
         ConfigError: There are too few slots or GPUs.
@@ -88,7 +90,7 @@ def place_workers(
     known: dict[str, Gpus | None]
     if host_list is None:
         if host_filter.is_empty:
-            return _place_on_this_machine(wanted, local_gpus)
+            return _place_on_this_machine(wanted, local_gpus, share_gpus=share_gpus)
         host_list = HostList(hosts=(Host(name="localhost", slots=local_gpus or None),), source=THIS_MACHINE, dialect="")
         known = {"localhost": Gpus(count=local_gpus)}
     else:
@@ -176,7 +178,7 @@ def _notes_on_slots(
     return notes
 
 
-def _place_on_this_machine(wanted: int | None, gpus: int) -> Placement:
+def _place_on_this_machine(wanted: int | None, gpus: int, *, share_gpus: bool) -> Placement:
     notes: list[str] = []
     ranks = wanted or gpus or 1
     if ranks > MAX_SLOTS:
@@ -191,10 +193,10 @@ def _place_on_this_machine(wanted: int | None, gpus: int) -> Placement:
             if gpus
             else "no hosts given and no GPU here: this machine, 1 rank (-np N for more, -H for other hosts)"
         )
-    elif gpus and ranks > gpus:
+    elif gpus and ranks > gpus and not share_gpus:
         raise ConfigError(
             f"{ranks} ranks requested with -np, but this machine shows {gpus} GPU(s)",
-            hint="one rank per GPU of CUDA_VISIBLE_DEVICES; to run on the CPU, add -x CUDA_VISIBLE_DEVICES=",
+            hint="start one rank per GPU, share them with --share-gpus, or run on the CPU: -x CUDA_VISIBLE_DEVICES=",
             code="too-many-ranks",
         )
     return Placement(hosts=(HostPlan(name="localhost", ranks=ranks),), gpus={"localhost": gpus}, notes=tuple(notes))

@@ -179,6 +179,20 @@ def test_two_ranks_on_one_gpu_learn_what_two_on_cpus_do(device, way, strategy):
 
 
 @pytest.mark.parametrize(
+    "mode", [[], ["--mode", "local", "--inner-steps", "4"], ["--mode", "async"]], ids=["sync", "local", "async"]
+)
+def test_ranks_share_gpus_if_the_user_allows_it(device, launch, mode):
+    """One rank more than GPUs: NCCL would refuse two ranks of a host on one GPU."""
+    ranks = torch.cuda.device_count() + 1
+    refused = launch("-np", ranks, SCRIPTS / "steps.py", 4, 0, 1600)
+    assert refused.code and "--share-gpus" in refused.err, refused
+    run = launch("-np", ranks, "--share-gpus", *mode, SCRIPTS / "steps.py", 8, 0, 1600)
+    assert run.code == 0 and "after 8 steps" in run.out, run
+    assert [one["device"] for one in run.result["ranks"] if one["role"] == "worker"][-1] == "cuda:0"
+    assert "note: --share-gpus" in run.err
+
+
+@pytest.mark.parametrize(
     ("strategy", "lessons"),
     [
         ({}, "apart exact wrapped several scaled nan mistakes unused targets"),

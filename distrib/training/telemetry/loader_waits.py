@@ -122,7 +122,7 @@ class LoaderWaits:
         if not source.workers:
             batch = sum(one.seconds for _, _, fetches in steps for one in fetches if one.source == source) / len(steps)
         # Workers that start together finish together: one step in `workers` waits for all of them.
-        is_regular = sum(wait >= mean for wait in longest) * 2 * max(1, source.workers) >= len(steps)
+        is_regular = sum(wait >= mean / 2 for wait in longest) * 2 * max(1, source.workers) >= len(steps)
         return {
             "steps": len(steps),
             "step_seconds": step,

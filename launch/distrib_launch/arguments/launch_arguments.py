@@ -66,6 +66,8 @@ def _add_host_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-n", "-np", "--np", dest="ranks", type=integer("ranks"), metavar="N",
                        help=CommonHelp("start N ranks (default: one for each slot)"))  # fmt: skip
     group.add_argument("--oversubscribe", action="store_true", help="allow more than 8 ranks per core of this machine")
+    group.add_argument("--share-gpus", action="store_true", help="let several ranks share a GPU, over Gloo instead of NCCL, to try "
+                       "a script for more GPUs than there are")  # fmt: skip
     add_host_filter(group)
     group.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: fill "
                        "one host after the other)")  # fmt: skip
@@ -173,6 +175,7 @@ def launch_options(options: argparse.Namespace) -> LaunchOptions:
         topology=options.topology,
         ranks=options.ranks,
         oversubscribe=options.oversubscribe,
+        share_gpus=options.share_gpus,
         host_filter=msgspec.structs.replace(host_filter(options), spread=options.spread),
         interface=options.interface,
         mpirun=options.mpirun,

@@ -47,6 +47,8 @@ class HostRequirements(msgspec.Struct, frozen=True, kw_only=True):
     """Devices of its ranks as planned: `cpu`, `cuda:N` or `auto`."""
     gpu_indices: tuple[int, ...] | None = None
     """GPUs that its ranks will use; None: the first ones."""
+    share_gpus: bool = False
+    """True if ranks may share GPUs."""
     visible_gpus: str | None = None
     """Value of CUDA_VISIBLE_DEVICES for its ranks."""
 

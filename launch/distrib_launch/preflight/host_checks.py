@@ -252,6 +252,11 @@ def _gpu_job(inputs: CheckInputs, host: str) -> bool:
     return any(device != "cpu" for device in inputs.requirements[host].devices)
 
 
+def _is_shared(want: HostRequirements) -> bool:
+    """Test if ranks begin again with the first GPU after the last one; chosen GPUs must exist in any case."""
+    return want.share_gpus and want.gpu_indices is None
+
+
 def _gpu_indices(inputs: CheckInputs, host: str) -> tuple[int, ...]:
     want = inputs.requirements[host]
     return want.gpu_indices if want.gpu_indices is not None else tuple(range(want.ranks))
@@ -277,15 +282,16 @@ def _check_gpus(inputs: CheckInputs) -> Iterator[CheckResult]:
             count
             and want.visible_gpus is not None
             and ((shown := count_gpus({"CUDA_VISIBLE_DEVICES": want.visible_gpus})) < want.ranks)
+            and not want.share_gpus
         ):
             yield error(
                 host, "gpus", f"{want.ranks} rank(s), and CUDA_VISIBLE_DEVICES={want.visible_gpus} shows them {shown} of {count} GPU(s)",
-                f"unset it there, or give the host {shown} slot(s)",
+                f"unset it there, give the host {shown} slot(s), or --share-gpus",
             )  # fmt: skip
-        elif count and (missing := [n for n in _gpu_indices(inputs, host) if n >= count]):
+        elif count and (missing := [n for n in _gpu_indices(inputs, host) if n >= count and not _is_shared(want)]):
             yield error(
                 host, "gpus", f"{want.ranks} rank(s) on {count} GPU(s): there is no GPU {missing[0]}",
-                f"give it {count} slot(s), or {cpu}",
+                f"give it {count} slot(s), share its GPUs with --share-gpus, or {cpu}",
             )  # fmt: skip
     kinds = {h: f.gpus[0].kind for h, f in planned.items() if f.gpus and f.gpus[0].kind}
     yield from _differing("gpus", "GPUs of kind", kinds, None, lambda _, v: "the slowest GPU sets the pace of all; --gpu-type selects one kind",

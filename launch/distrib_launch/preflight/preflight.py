@@ -13,6 +13,7 @@ import msgspec
 
 from distrib.cluster.inventory import Gpu, Inventory, InventoryQuery, own_inventory
 from distrib.cluster.node import name_hosts
+from distrib.environment import DISTRIB_SHARE_GPUS
 from distrib.errors import LaunchError, PreflightError
 from distrib.utils.netif import is_here, own_addresses, own_names, resolve, source_addresses
 from distrib_launch import engines
@@ -366,6 +367,7 @@ def requirements_of(plan: LaunchPlan, replies: HostReplies, environ: Mapping[str
             outside = environ.get("CUDA_VISIBLE_DEVICES")
         listed = ranks[0].environment.get("CUDA_VISIBLE_DEVICES", outside) if ranks else None
         indices = None if host.chosen is None else host.chosen
+        share = any(DISTRIB_SHARE_GPUS in rank.environment for rank in ranks)
         if listed is not None:
             visible = _indices(listed, there.gpus if there else ())
             places = indices if indices is not None else range(host.workers)
@@ -373,7 +375,11 @@ def requirements_of(plan: LaunchPlan, replies: HostReplies, environ: Mapping[str
         none = listed is not None and not listed_gpus(listed)
         devices = ("cpu",) if none else tuple(rank.device for rank in ranks) or ("cpu",)
         found[host.name] = HostRequirements(
-            ranks=host.workers or host.servers, devices=devices, gpu_indices=indices, visible_gpus=listed
+            ranks=host.workers or host.servers,
+            devices=devices,
+            gpu_indices=indices,
+            visible_gpus=listed,
+            share_gpus=share,
         )
     return found
 

@@ -173,6 +173,19 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     return int(Path(WSL_DRIVER).exists())  # WSL has one device file for all GPUs; nearly all such machines have one
 
 
+def device_of(local_rank: int, gpus: int, *, share: bool) -> str:
+    """Return the device of a rank: the GPU with its number, the CPU without GPUs.
+
+    Args:
+        local_rank: Local rank.
+        gpus: Number of visible GPUs.
+        share: True to begin again with the first GPU after the last one.
+    """
+    if not gpus:
+        return "cpu"
+    return f"cuda:{local_rank % gpus if share else local_rank}"
+
+
 def listed_gpus(visible: str) -> list[str]:
     """Return the names in `CUDA_VISIBLE_DEVICES`, up to the first that CUDA does not accept.
 

@@ -307,12 +307,12 @@ def _choose_device(assignment: Assignment, environ: dict[str, str], identity: Ra
         gpus = len(assignment.gpus)
     device = assignment.device
     if device == "auto":
-        device = f"cuda:{identity.local_rank}" if gpus else "cpu"
+        device = affinity.device_of(identity.local_rank, gpus, share=env.DISTRIB_SHARE_GPUS in environ)
     if device.startswith("cuda:") and int(device[5:]) >= gpus:
         raise Refused(
             f"rank {identity.rank} wants {device}, but {host} shows {gpus} GPU(s) for "
-            f"{identity.local_world_size} rank(s); give the host fewer slots, or run on its CPUs with "
-            "-x CUDA_VISIBLE_DEVICES="
+            f"{identity.local_world_size} rank(s); give the host fewer slots, share its GPUs with --share-gpus, or run on its "
+            "CPUs with -x CUDA_VISIBLE_DEVICES="
         )
     environ[env.DISTRIB_DEVICE] = device
     if gpus:  # number GPUs as nvidia-smi does; CUDA's default puts the fastest first

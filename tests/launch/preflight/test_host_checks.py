@@ -21,12 +21,15 @@ JOB = SCRIPTS / "job.py"
 GLOO = SCRIPTS / "gloo.py"
 
 
-def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1, visible=None):
+def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1, visible=None, share_gpus=False):
     found = run_checks(
         CheckInputs(
             inventories=hosts,
             requirements={
-                host: HostRequirements(ranks=ranks, devices=devices * ranks, visible_gpus=visible) for host in hosts
+                host: HostRequirements(
+                    ranks=ranks, devices=devices * ranks, visible_gpus=visible, share_gpus=share_gpus
+                )
+                for host in hosts
             },
             interpreters=dict.fromkeys(hosts, "/opt/venv/bin/python"),
             local=here or inventory("launcher"),
@@ -210,7 +213,16 @@ def test_a_host_whose_variable_shows_fewer_gpus_than_it_has_ranks():
     found = judged(gpu_hosts(gpus=gpus(4)), ranks=2, visible="3")["n4", "gpus"]
     assert found.status == "error"
     assert found.reason == "2 rank(s), and CUDA_VISIBLE_DEVICES=3 shows them 1 of 4 GPU(s)"
-    assert found.fix == "unset it there, or give the host 1 slot(s)"
+    assert found.fix == "unset it there, give the host 1 slot(s), or --share-gpus"
+
+
+@pytest.mark.parametrize("visible", [None, "3"])
+def test_ranks_may_share_gpus_if_the_user_allows_it(visible):
+    hosts = gpu_hosts(gpus=gpus(4))
+    assert judged(hosts, ranks=6, visible=visible)["n4", "gpus"].status == "error"
+    assert "--share-gpus" in judged(hosts, ranks=6, visible=visible)["n4", "gpus"].fix
+    shared = judged(hosts, ranks=6, visible=visible, share_gpus=True)
+    assert not [place for place in shared if place[1] == "gpus"]
 
 
 def test_a_driver_that_is_too_old_for_the_cuda_of_torch():
