@@ -17,6 +17,8 @@ MAX_MESSAGE_LENGTH = 160
 """Characters of the first failure's message in the end line: two lines of a terminal. The report before it has all."""
 MIN_LOADER_FRACTION = 0.1
 """Part of a step above which the end line names the wait for data; less is within the variation of steps."""
+MIN_LOADER_SECONDS = 0.005
+"""Wait for data above which the end line names it: loader processes cost nearly as much as shorter ones."""
 
 
 def start_line(plan: LaunchPlan) -> str:
@@ -63,9 +65,9 @@ def end_line(result: Result, run_dir: Path) -> str:
         parts = [f"{measured.samples_per_second:,.0f} samples/s"] if measured.samples_per_second else []
         if result.world_size > 1 or result.predicted:
             parts.append(f"scaling efficiency {measured.efficiency:.0%} of {baseline}")
-        loading = (measured.loader_seconds or 0.0) / measured.step_seconds
-        if loading > MIN_LOADER_FRACTION:
-            parts.append(f"{loading:.0%} of a step waiting for data")
+        loading = measured.loader_seconds or 0.0
+        if loading > max(MIN_LOADER_SECONDS, MIN_LOADER_FRACTION * measured.step_seconds):
+            parts.append(f"{loading / measured.step_seconds:.0%} of a step waiting for data")
         line += f": {', '.join(parts)}" if parts else ""
     details = next(
         (path for name in ("report.html", run_directory.RESULT) if (path := run_dir / name).exists()), run_dir

@@ -58,7 +58,9 @@ class LoaderWaits:
         self._fetches: list[_Fetch] = []
         self._steps: list[tuple[Any, Any, list[_Fetch]]] = []
         self._counted = 0
-        self._own_seconds = self._loading_seconds = self._queued_seconds = 0.0
+        self._own_seconds = self._loading_seconds = 0.0
+        self._queued: dict[int, tuple[float, float]] = {}
+        """First and latest seconds in the queue for a CPU, by process: those of an epoch end with it."""
 
     def watch(self, loader: ShardedLoader) -> None:
         """Measure the waits for a loader's batches.
@@ -76,7 +78,8 @@ class LoaderWaits:
         self._is_open = True
         self._begins_pass, self._fetches, self._steps, self._counted = False, [], [], 0
         self._own_seconds, self._loading_seconds = -time.process_time(), -processor_seconds_of_children()
-        self._queued_seconds = -_queued_seconds_of_children()
+        self._queued.clear()
+        self._sample_queues()
 
     def end_step(self, begin: Any, end: Any) -> None:
         """Record the end of a step.
@@ -88,6 +91,7 @@ class LoaderWaits:
         if not self._is_open:
             return
         self._counted += 1
+        self._sample_queues()
         if self._fetches and not self._begins_pass:
             self._steps.append((begin, end, self._fetches))
         self._begins_pass, self._fetches = False, []
@@ -109,7 +113,7 @@ class LoaderWaits:
             return {}
         own = self._own_seconds + time.process_time()
         loading = max(0.0, self._loading_seconds + processor_seconds_of_children())
-        queued = max(0.0, self._queued_seconds + _queued_seconds_of_children())  # too low if an epoch began in between
+        queued = sum(latest - first for first, latest in self._queued.values())
         waits: dict[_Source, list[float]] = {}
         for place, (_, _, fetches) in enumerate(steps):
             for one in fetches:
@@ -139,9 +143,8 @@ class LoaderWaits:
 
     def _fetch(self, source: _Source, batches: Iterator[Any], is_first: bool) -> Any:
         self._begins_pass |= is_first
-        if (
-            not self._is_open or threading.current_thread() is not threading.main_thread()
-        ):  # a thread waits beside the steps
+        waits_beside = threading.current_thread() is not threading.main_thread()
+        if not self._is_open or waits_beside:
             return next(batches)
         processor, scheduled = time.process_time(), sum(_scheduled_seconds("thread-self"))
         since, begin = time.perf_counter(), self._clock.mark()
@@ -156,6 +159,13 @@ class LoaderWaits:
         if begin is not None and end is not None:
             self._fetches.append(_Fetch(source, begin, end, seconds))
         return batch
+
+    def _sample_queues(self) -> None:
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                seconds = _scheduled_seconds(str(child.pid))[1]
+                first, latest = self._queued.get(child.pid, (seconds, seconds))
+                self._queued[child.pid] = first, max(latest, seconds)
 
     def _cores(self) -> float:
         """Return the cores of this rank: all of its own share, or its part of those that the ranks of the host share."""
@@ -173,11 +183,6 @@ def processor_seconds_of_children() -> float:
             stat = Path(f"/proc/{child.pid}/stat").read_text()
             total += sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
     return total
-
-
-def _queued_seconds_of_children() -> float:
-    """Return the seconds that the present child processes have waited for a CPU."""
-    return sum(_scheduled_seconds(str(child.pid))[1] for child in multiprocessing.active_children())
 
 
 def _scheduled_seconds(process: str) -> tuple[float, float]:
