@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # loading them takes a tenth of a short launch
     from distrib.cluster.topology import Topology
 
 
-SHARED_GPUS_NOTE = "--share-gpus: ranks that share a GPU are slower than one, and each needs its own memory there; all ranks use Gloo, not NCCL"
+SHARED_GPUS_NOTE = "--share-gpus: all ranks use Gloo instead of NCCL; ranks that share a GPU are slower, and each needs its own memory there"
 """Warning of a launch whose ranks may share GPUs."""
 
 

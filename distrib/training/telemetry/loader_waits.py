@@ -27,7 +27,7 @@ class _Source(NamedTuple):
 
 
 class _Fetch(NamedTuple):
-    """One wait for a batch: marks of the device, and the seconds of this thread, without those on a CPU if others load."""
+    """One wait for a batch: marks of the device, and seconds by the clock; with loader processes, only the blocked seconds."""
 
     source: _Source
     begin: Any
@@ -38,8 +38,8 @@ class _Fetch(NamedTuple):
 class LoaderWaits:
     """Measurement of the waits for data. Steps that begin a pass do not count, because worker processes may start in them.
 
-    On a GPU, only the time in which the GPU has no work is a wait. Time on a CPU, or in the queue for one, is none if processes load:
-    more of them would not shorten it.
+    On a GPU, only the time in which the GPU has no work is a wait. With loader processes, the wait excludes the time that this rank
+    runs or queues for a CPU: more processes would not shorten it.
     """
 
     def __init__(self, clock: DeviceTimer, local_ranks: int) -> None:
