@@ -116,11 +116,11 @@ def estimate_memory(
     return msgspec.structs.replace(estimate, changes=changes)
 
 
-class _StorageTracker(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counter of the bytes of all storages that are present."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.present = self.peak = 0
         self._sizes: dict[int, int] = {}
 
