@@ -116,7 +116,7 @@ def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
 
 def test_what_the_network_must_carry_is_not_compared_with_a_link_inside_a_host():
     done = plan("--workload", "GPT-2", "-H", EXAMPLES / "h100-ndr.txt")
-    assert re.search(r"^90% on 8 hosts needs [\d.]+ Gb/s a host \(reached\)$", done.stdout, re.M), done.stdout
+    assert re.search(r"^90% on 8 hosts needs [\d.]+ [GT]b/s a host \(reached\)$", done.stdout, re.M), done.stdout
     assert "NVLink4" in done.stdout  # NVLink is the bottleneck
 
 
@@ -135,7 +135,7 @@ def test_what_holds_a_job_back_that_no_network_would_help_is_said():
 
 
 def test_json_has_all_of_it_and_the_numbers_agree():
-    told = planned("--workload", "ResNet-50", "--gpu", "V100", "--network", "100GbE", "--nodes", "1,2,16")
+    told = planned("--workload", "ResNet-50", "--gpu", "V100", "--network", "40GbE", "--nodes", "1,2,16")
     assert [p["hosts"] for p in told["predictions"]] == [1, 2, 16]
     assert told["ranks_per_node"] == 8 and told["workload"]["gradient_bytes"] == 102_228_128
     last = told["predictions"][-1]
@@ -329,7 +329,7 @@ def test_options_that_cannot_be_are_named_in_one_line(words, says):
     ("said", "same"),
     [
         ("InfiniBand 200Gb/s", "HDR"),
-        ("Ethernet 100Gb/s", "100GbE"),
+        ("Ethernet 100Gb/s", "40GbE"),
         ("RoCE 100", "RoCE 100Gb/s"),
         ("2 x IB NDR", "2 x NDR"),
     ],
@@ -492,9 +492,9 @@ def test_a_slow_loader_is_told_of(tmp_path):
 
     starving = "loading data: the ranks of a host share its CPUs"
     assert "efficiency 50%" in said("starved") and starving in said("starved")
-    topology.write_text(topology.read_text().replace("HDR", "25GbE"))  # costs as much, but a faster link would not help
+    topology.write_text(topology.read_text().replace("HDR", "40GbE"))  # costs as much, but a faster link would not help
     assert f"{starving}; no network brings more than 50%" in said("starved")
-    topology.write_text(topology.read_text().replace("25GbE", "HDR"))
+    topology.write_text(topology.read_text().replace("40GbE", "HDR"))
     assert "warning" not in said("waits") and "each step alone waits 50% of its time for data" in said("waits")
 
 
