@@ -287,11 +287,11 @@ class TestPublishedDefinition:
 
 # -- the image ---------------------------------------------------------------------------------------------------------
 
-DOCKERFILE = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
+DOCKERFILE = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text() + (ROOT / "scripts/image").read_text())
 
 
 def written_by_dockerfile(path: str) -> str:
-    """Return the file that a `printf ... > path` of the Dockerfile writes."""
+    """Return the file that a `printf ... > path` of the image's steps writes."""
     (words,) = re.findall(rf"printf ((?:'[^']*' *)+) *> {re.escape(path)}", DOCKERFILE)
     return subprocess.run(["sh", "-c", f"printf {words}"], capture_output=True, text=True, check=True).stdout
 
@@ -302,12 +302,13 @@ def test_the_image_has_what_the_manifest_relies_on(manifest):
     assert f"useradd --uid {user} " in DOCKERFILE
     assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1] == str(user)
     assert re.findall(r"^WORKDIR (.*)$", DOCKERFILE, re.MULTILINE)[-1] == container(job, "Worker")["workingDir"]
-    assert re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE) == [str(kubernetes.IMAGE.ssh_port)]
-    (command,) = re.findall(r"^CMD (.*)$", DOCKERFILE, re.MULTILINE)
+    assert re.findall(r"^FROM .* AS (.*)$", DOCKERFILE, re.MULTILINE)[-1] == "cuda", "the default target"
+    assert set(re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE)) == {str(kubernetes.IMAGE.ssh_port)}
+    (command,) = set(re.findall(r"^CMD (.*)$", DOCKERFILE, re.MULTILINE))
     assert json.loads(command) == container(job, "Worker")["command"]
     config = container(job, "Worker")["command"][-1]
     assert config == f"{kubernetes.IMAGE.home}/sshd/config"
-    server, client = written_by_dockerfile("sshd/config"), written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf")
+    server, client = written_by_dockerfile("/home/trainer/sshd/config"), written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf")
     for text in (server, client):
         assert f"Port {kubernetes.IMAGE.ssh_port}\n" in text
         assert f"{job['spec']['sshAuthMountPath']}/id_rsa" in text
@@ -322,7 +323,7 @@ def test_the_image_has_what_the_manifest_relies_on(manifest):
 def test_ssh_between_pods_as_the_image_sets_it_up(tmp_path):
     """The Dockerfile's sshd and ssh work under its user, with keys mounted as by the operator. Pods are namespaces."""
     for name, text in (
-        ("config", written_by_dockerfile("sshd/config")),
+        ("config", written_by_dockerfile("/home/trainer/sshd/config")),
         ("client", written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf")),
         ("passwd", f"{Path('/etc/passwd').read_text()}trainer:x:{kubernetes.IMAGE.user_id}:{kubernetes.IMAGE.user_id}::/home/trainer:/bin/sh\n"),
     ):  # fmt: skip
