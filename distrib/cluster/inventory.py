@@ -11,14 +11,15 @@ from typing import TypeVar
 import msgspec
 
 from distrib.cluster.remote import connectivity_agent, gpu_inventory, inventory_agent, network_inventory, sysfs
+from distrib.utils import containers
 from distrib.utils.json_text import decode_json
 
 Reply = TypeVar("Reply")
 Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
-AGENT_MODULES = (sysfs, gpu_inventory, network_inventory, inventory_agent, connectivity_agent)
-AGENT_IMPORT = "from distrib.cluster.remote."
+AGENT_MODULES = (containers, sysfs, gpu_inventory, network_inventory, inventory_agent, connectivity_agent)
+AGENT_IMPORTS = "from distrib.cluster.remote.", "from distrib.utils.containers "
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +196,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of the Python files beside the script; empty if too many."""
     directory_exists: bool
     missing_programs: tuple[str, ...]
+    container_problem: str = ""
+    """The reason why the host cannot start the job's containers; empty for none."""
     ports: tuple[int, int] | None
     """The range of ephemeral ports."""
     ssh_connection: tuple[str, ...]
@@ -217,6 +220,8 @@ class InventoryQuery(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str | None = None
     programs: tuple[str, ...] = ()
     """Absolute paths of required programs."""
+    container: tuple[str, str] | None = None
+    """Runtime and image of the job's containers."""
 
 
 class InventoryReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +245,7 @@ def _source() -> str:
     """Join the modules of the agent, each compiled by itself as it begins with a future import, without imports of each other."""
     texts = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in AGENT_MODULES)
     bare = (
-        "".join(line for line in text.splitlines(keepends=True) if not line.startswith(AGENT_IMPORT)) for text in texts
+        "".join(line for line in text.splitlines(keepends=True) if not line.startswith(AGENT_IMPORTS)) for text in texts
     )
     return "".join(f"exec({text!a})\n" for text in bare)
 

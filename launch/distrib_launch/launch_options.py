@@ -31,6 +31,16 @@ class PodOptions(msgspec.Struct, frozen=True, kw_only=True):
     runtime_class: str = ""
 
 
+class ContainerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Container in which each host runs its ranks."""
+
+    image: str = ""
+    """Empty: the ranks run on the host itself."""
+    runtime: str = "auto"
+    mounts: tuple[str, ...] = ()
+    """Absolute paths to mount besides the working folder, the script's folder, the run directory and /tmp."""
+
+
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `distrib-launch`. The runner fills in `engine`, `environment`, `run_dir` and the names of the attempt."""
 
@@ -78,6 +88,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time between SIGTERM and SIGKILL."""
     max_restarts: int = 0
     pods: PodOptions = PodOptions()
+    container: ContainerOptions = ContainerOptions()
 
     strategy: Strategy = Strategy()
     auto_mode: bool = False

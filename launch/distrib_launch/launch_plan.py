@@ -6,6 +6,7 @@ import msgspec
 
 from distrib.strategy import Strategy
 from distrib_launch import rank_environment, rank_placement
+from distrib_launch.launch_options import ContainerOptions
 from distrib_launch.rank_placement import HostPlan
 from distrib_launch.results import ForecastRecord
 
@@ -72,6 +73,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     warn_below: float = 0.8
     """Scaling efficiency below which a warning is given."""
 
+    container: ContainerOptions = ContainerOptions()
     program: bool = False
     """True if `script` is a program, which runs without the interpreter before it."""
 

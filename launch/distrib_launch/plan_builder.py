@@ -105,6 +105,7 @@ def build_plan(
         forwarded=tuple(options.environment),
         bind=options.bind,
         sync=options.sync,
+        container=options.container,
         ssh=tuple(ssh_command),
         ssh_config=ssh_config,
         spare_slots={} if has_servers else _spare_slots(placement, host_list, local, options),

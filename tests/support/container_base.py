@@ -25,7 +25,9 @@ def installed_closure(status: str, wanted: tuple[str, ...] = WANTED) -> dict[str
             continue
         name = fields["Package"]
         found[name] = block
-        needs[name] = re.findall(r"(?:^|[,|]) *([a-z0-9][\w.+-]+)", f"{fields.get('Depends', '')},{fields.get('Pre-Depends', '')}")
+        needs[name] = re.findall(
+            r"(?:^|[,|]) *([a-z0-9][\w.+-]+)", f"{fields.get('Depends', '')},{fields.get('Pre-Depends', '')}"
+        )
         for virtual in re.findall(r"(?:^|,) *([a-z0-9][\w.+-]+)", fields.get("Provides", "")):
             provided.setdefault(virtual, []).append(name)
     todo = [*wanted, *(name for name, block in found.items() if "\nEssential: yes" in block)]
@@ -48,9 +50,18 @@ def write_base(archive: Path) -> None:
     packages = installed_closure(STATUS.read_text())
     listed = subprocess.run(["dpkg-query", "-L", *packages], capture_output=True, text=True, check=True).stdout
     paths = {path for path in map(Path, listed.splitlines()) if path.is_absolute()}
-    for extra in ("/etc/passwd", "/etc/group", "/etc/apt", "/etc/ssl", "/etc/alternatives", "/var/lib/dpkg/alternatives"):
+    for extra in (
+        "/etc/passwd",
+        "/etc/group",
+        "/etc/apt",
+        "/etc/ssl",
+        "/etc/alternatives",
+        "/var/lib/dpkg/alternatives",
+    ):
         paths |= {Path(extra), *Path(extra).rglob("*")}
-    paths |= set(Path("/lib/x86_64-linux-gnu").glob("ld-*")) | {Path(path) for path in ("/bin", "/sbin", "/lib", "/lib64")}
+    paths |= set(Path("/lib/x86_64-linux-gnu").glob("ld-*")) | {
+        Path(path) for path in ("/bin", "/sbin", "/lib", "/lib64")
+    }
     names = {str(path.parent.resolve() / path.name) for path in paths if path.exists() or path.is_symlink()}
     with tarfile.open(archive, "w") as tar:
         for name in sorted(names - {"/", str(STATUS)}):

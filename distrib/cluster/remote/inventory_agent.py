@@ -19,6 +19,7 @@ import time
 from distrib.cluster.remote.gpu_inventory import driver_version, has_gpudirect, read_gpus, user_name
 from distrib.cluster.remote.network_inventory import network_identity, read_interfaces, read_port_range, read_rdma_ports
 from distrib.cluster.remote.sysfs import list_entries, read_proc_text
+from distrib.utils.containers import find_runtime
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def collect_inventory(query: dict[str, Any]) -> dict[str, Any]:
         "siblings": _sibling_hashes(query.get("script")),
         "directory_exists": bool(query.get("directory")) and os.path.isdir(query["directory"]),
         "missing_programs": [path for path in query.get("programs", ()) if not os.access(path, os.X_OK)],
+        "container_problem": find_runtime(*query["container"])[1] if query.get("container") else "",
         "ports": read_port_range(),
         "ssh_connection": os.environ.get("SSH_CONNECTION", "").split(),
         "time": time.time(),

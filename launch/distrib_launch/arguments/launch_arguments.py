@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib._version import __version__
+from distrib.errors import ConfigError
+from distrib.utils import files
+from distrib.utils.containers import RUNTIMES
 from distrib_launch import engines
 from distrib_launch.arguments import training_options
 from distrib_launch.arguments.config_file import add_config_option, parse_with_config
@@ -25,7 +28,7 @@ from distrib_launch.arguments.shared_options import (
     host_filter,
     integer,
 )
-from distrib_launch.launch_options import GRACE_SECONDS, LaunchOptions, PodOptions
+from distrib_launch.launch_options import GRACE_SECONDS, ContainerOptions, LaunchOptions, PodOptions
 from distrib_launch.rank_agent.affinity import BINDINGS
 
 USAGE = "distrib-launch [options] SCRIPT [ARGS...]"
@@ -53,6 +56,7 @@ def parser() -> Parser:
     _add_run_options(p.add_argument_group("how to run"))
     training_options.add_options(p)
     _add_forecast_options(p.add_argument_group("what performance to expect"))
+    _add_container_options(p.add_argument_group("in which container"))
     _add_pod_options(p.add_argument_group("with --engine kubernetes"))
     _add_output_options(p.add_argument_group("what to show and keep"))
     p.add_argument("script", nargs=argparse.PARSER, action=_ScriptAndArguments, metavar="SCRIPT",
@@ -112,6 +116,15 @@ def _add_forecast_options(group: argparse._ArgumentGroup) -> None:
                        "train.profile.json, and stop"))  # fmt: skip
     group.add_argument("--warn-below", type=fraction, default=0.8, metavar="PERCENT", help="warn if the scaling efficiency is below "
                        "PERCENT; 0: never (default: 80%%)")  # fmt: skip
+
+
+def _add_container_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--container", metavar="IMAGE", help="run the ranks in containers of this image, which every host must have and "
+                       "which has distrib, such as distrib:cpu or distrib.sif")  # fmt: skip
+    group.add_argument("--container-runtime", choices=("auto", *RUNTIMES), default="auto", help="start containers with this program "
+                       "(default: auto, the first installed on the host that has the image)")  # fmt: skip
+    group.add_argument("--container-mount", dest="container_mounts", action="append", default=[], type=os.path.abspath, metavar="PATH",
+                       help="mount this path of each host at the same path, besides the folders of the job; may be repeated")  # fmt: skip
 
 
 def _add_pod_options(group: argparse._ArgumentGroup) -> None:
@@ -198,6 +211,7 @@ def launch_options(options: argparse.Namespace) -> LaunchOptions:
             resources=dict(options.pod_resources),
             runtime_class=options.runtime_class,
         ),
+        container=_container(options),
         strategy=training_options.strategy_of(options),
         auto_mode=options.mode == "auto",
         workload=options.workload,
@@ -209,6 +223,30 @@ def launch_options(options: argparse.Namespace) -> LaunchOptions:
         dedup=options.dedup,
         verbose=options.verbose,
     )
+
+
+def _container(options: argparse.Namespace) -> ContainerOptions:
+    """Return the options of containers. Raises ConfigError if they contradict others."""
+    if not options.container:
+        if options.container_mounts or options.container_runtime != "auto":
+            raise ConfigError(
+                "--container-runtime and --container-mount need an image",
+                hint="add --container IMAGE",
+                code="option-conflict",
+            )
+        return ContainerOptions()
+    for given, why in (
+        (options.engine == "kubernetes", "--engine kubernetes starts pods, whose image is --image"),
+        (
+            options.mode == "async",
+            "--mode async reports events of ranks over a socket, which containers do not inherit",
+        ),
+    ):
+        if given:
+            raise ConfigError(f"--container: {why}", hint="leave out --container", code="option-conflict")
+    file = files.absolute_path(options.container)  # of Apptainer
+    image = str(file) if files.is_file(file) else options.container
+    return ContainerOptions(image=image, runtime=options.container_runtime, mounts=tuple(options.container_mounts))
 
 
 class _ScriptAndArguments(argparse.Action):

@@ -227,6 +227,11 @@ def _check_script(inputs: CheckInputs) -> Iterator[CheckResult]:
     """Find hosts that lack the script or its folder, or have other files than this machine."""
     folder = shlex.quote(inputs.script.rpartition("/")[0] + "/")
     for host, facts in inputs.inventories.items():
+        if facts.container_problem:
+            yield error(
+                host, "script", f"cannot start its container: {facts.container_problem}",
+                f"load or pull the image on {host}, or choose a runtime with --container-runtime",
+            )  # fmt: skip
         bring = f"bring it there: rsync -a {folder} {host}:{folder}, or --sync"
         if inputs.script and facts.script_sha256 is None:
             yield error(host, "script", f"no {inputs.script} there (or not readable for {facts.user})", bring)

@@ -459,5 +459,6 @@ def question_of(plan: LaunchPlan) -> InventoryQuery:
     script = plan.script[1]
     # A program may be another build on each host.
     return InventoryQuery(
-        script=None if script == "-m" or plan.program else script, directory=plan.directory, run_dir=plan.run_dir
-    )
+        script=None if script == "-m" or plan.program else script, directory=plan.directory, run_dir=plan.run_dir,
+        container=(plan.container.runtime, plan.container.image) if plan.container.image else None,
+    )  # fmt: skip

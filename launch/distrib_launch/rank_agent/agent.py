@@ -166,7 +166,7 @@ class RankAgent:
                 elif number in signals.FORWARDED and self._script:
                     self._script.signal(number)  # Slurm's --signal reaches the tasks, which are the agents
                 elif number == signal.SIGCHLD and self._script:
-                    reaper.wait_for_orphans(self._script.pid)
+                    reaper.wait_for_orphans(self._script.child_pid)
 
     def _on_messages(self, _: int) -> None:
         is_refusal, is_wrong = True, False
@@ -305,7 +305,11 @@ class RankAgent:
         self._send_exit(
             exit_code=code if code >= 0 else 128 - code,
             number=-code if code < 0 else None,
-            message=script.why_killed() if code == -signal.SIGKILL and not self._stopped_by else "",
+            message=""
+            if self._stopped_by
+            else script.why_killed()
+            if code == -signal.SIGKILL
+            else script.why_not_started(code),
             ended=ended,
         )
 

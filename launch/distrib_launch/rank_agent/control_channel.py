@@ -16,7 +16,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distrib.utils.framing import Handshake, ProtocolError
@@ -76,6 +76,10 @@ class Assignment(NamedTuple):
     """True if the job continues without a rank that lost the launcher."""
     keep_result: bool
     """True if what the script writes to DISTRIB_RESULT_FD is sent to the launcher."""
+    container: str = ""
+    """Image in which the script runs; empty: on the host itself."""
+    container_runtime: str = "auto"
+    container_mounts: Sequence[str] = ()
 
 
 class Channel:

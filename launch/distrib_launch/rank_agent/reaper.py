@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import selectors
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from distrib.environment import DISTRIB_PROCESS_TAG
 from distrib.utils import signals
@@ -220,15 +223,16 @@ class RankGuard:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def watch(self, tag: str, session: int = 0) -> None:
+    def watch(self, tag: str, session: int = 0, removal: Sequence[str] = ()) -> None:
         """Let the guard end the processes of a rank if this process dies.
 
         Args:
             tag: Its value of DISTRIB_PROCESS_TAG.
             session: Its session, 0 if it has none yet.
+            removal: Command that removes its container.
         """
         with contextlib.suppress(OSError):
-            self._sock.send(f"{session} {tag}".encode())
+            self._sock.send(json.dumps([session, tag, *removal]).encode())
 
     def dismiss(self) -> None:
         """Withdraw the last call of `watch`."""
@@ -238,7 +242,7 @@ class RankGuard:
 
 def _guard_ranks(control: socket.socket) -> None:
     """Serve the agents of a host until the last process that may connect has ended."""
-    watched: dict[socket.socket, tuple[int, str] | None] = {}
+    watched: dict[socket.socket, list[Any]] = {}
     poller = selectors.DefaultSelector()
     poller.register(control, selectors.EVENT_READ)
     while poller.get_map():
@@ -246,17 +250,20 @@ def _guard_ranks(control: socket.socket) -> None:
         for key, _ in poller.select():
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
-            message, descriptors, _, _ = socket.recv_fds(sock, 1024, 1)
+            message, descriptors, _, _ = socket.recv_fds(sock, 8192, 1)
             if not message:
                 poller.unregister(sock)
-                died.append(watched.pop(sock, None))
+                died.append(watched.pop(sock, []))
                 sock.close()
             elif sock is control:
                 agent = socket.socket(fileno=descriptors[0])
-                watched[agent] = None
+                watched[agent] = []
                 poller.register(agent, selectors.EVENT_READ)
             else:
-                session, _, tag = message.decode().partition(" ")
-                watched[sock] = (int(session), tag) if tag else None
+                watched[sock] = [] if message == b"." else json.loads(message)
         if lost := [rank for rank in died if rank]:
-            sweep({tag for _, tag in lost}, {session for session, _ in lost if session})
+            sweep({tag for _, tag, *_ in lost}, {session for session, *_ in lost if session})
+            for _, _, *removal in lost:
+                if removal:  # a container that was about to start
+                    with contextlib.suppress(OSError):
+                        subprocess.run(removal, stdin=subprocess.DEVNULL, capture_output=True, check=False)

@@ -22,11 +22,14 @@ from distrib.utils.mpi_env import RankIdentity
 from distrib.utils.ranges import is_whole_number, ranges
 from distrib.utils.rlimits import raise_open_files
 from distrib_launch.rank_agent import affinity, reaper
+from distrib_launch.rank_agent.container import Container, NotStarted, exit_status
 from distrib_launch.rank_agent.control_channel import Assignment, Kind
 from distrib_launch.rank_agent.oom import OutOfMemory
 
 CHUNK_BYTES = 1 << 18
 """Most bytes that one read takes from a pipe."""
+REMOVAL_SECONDS = 10.0
+"""Longest time in which a runtime removes the container of a script that has ended."""
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 """1 if a process may trace its descendants only: https://docs.kernel.org/admin-guide/LSM/Yama.html"""
 RUN_SCRIPT = Path(__file__).with_name("run_script.py")
@@ -73,12 +76,15 @@ class ScriptProcess:
         )  # fmt: skip
         environ.setdefault("OMP_NUM_THREADS", str(share.threads))
         self._streams: dict[int, Kind] = {}
+        self._cpus: tuple[int, ...] = ()
         self._status_tail = b""
         self._result: int | None = None
         self._events: socket.socket | None = None
-        # The script opens the file through /proc of this process, so that it inherits no descriptor.
-        self._error_file = os.memfd_create("distrib-error")
-        environ[env.TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
+        self._container = self._in_container(assignment, environ, has_input=script_input is not None)
+        if self._container is None:
+            # The script opens the file through /proc of this process, so that it inherits no descriptor.
+            self._error_file = os.memfd_create("distrib-error")
+            environ[env.TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
         self.started = time.time()
         self._memory = OutOfMemory()
         self._adopts_orphans = reaper.adopt_orphans()
@@ -89,8 +95,10 @@ class ScriptProcess:
                 self._process = self._spawn(assignment, environ, share, passed, script_input)
         except (OSError, Refused):
             guard.dismiss()
+            if self._container:
+                self._container.close()
             raise
-        guard.watch(self._tag, self._process.pid)
+        guard.watch(self._tag, self._process.pid, self._container.removal if self._container else ())
         try:
             assert self._process.stdout and self._process.stderr
             for descriptor, kind in (
@@ -108,6 +116,11 @@ class ScriptProcess:
     @property
     def pid(self) -> int:
         """Return the process id of the script."""
+        return (self._container and self._container.pid) or self._process.pid
+
+    @property
+    def child_pid(self) -> int:
+        """Return the process id of the child: the script, or the runtime of its container."""
         return self._process.pid
 
     @property
@@ -115,9 +128,31 @@ class ScriptProcess:
         """Return True if the process has ended; its children may still run."""
         return self._process.poll() is not None
 
+    def _in_container(self, assignment: Assignment, environ: dict[str, str], *, has_input: bool) -> Container | None:
+        """Prepare the container, whose folder has the files of the script. Raises Refused if this host cannot start it."""
+        if not assignment.container:
+            return None
+        try:
+            container = Container(assignment, environ, on_gpu=self.device.startswith("cuda"), has_input=has_input)
+        except NotStarted as why:
+            raise Refused(str(why)) from None
+        self._error_file, self._result = container.error, container.result
+        return container
+
+    def _on_started(self, descriptor: int) -> None:
+        """Let the script in the container begin, on the CPUs of the rank."""
+        assert self._container
+        self._selector.unregister(descriptor)
+        if problem := self._container.on_started(self._cpus):
+            self.placed.update(cpus="", problem=problem)
+
     @contextlib.contextmanager
     def _pipes(self, assignment: Assignment, environ: dict[str, str]) -> Iterator[tuple[int, list[int]]]:
         """Open the script's descriptors and add them to `environ`; yield the status pipe, and the descriptors to inherit."""
+        if self._container:
+            self._selector.register(self._container.started, selectors.EVENT_READ, self._on_started)
+            yield self._container.status, []
+            return
         status, script_status = os.pipe()
         os.set_blocking(script_status, False)
         with contextlib.suppress(OSError):  # the kernel limits the pipe memory of a user
@@ -149,7 +184,9 @@ class ScriptProcess:
         script_input: int | None,
     ) -> subprocess.Popen[bytes]:  # fmt: skip
         command = assignment.command
-        if assignment.is_python:
+        if self._container:
+            command, environ = self._container.command, {**self._container.environ}
+        elif assignment.is_python:
             command = [command[0], str(RUN_SCRIPT), *command[1:]]
         if script_input is not None:
             os.lseek(script_input, 0, os.SEEK_SET)
@@ -160,12 +197,12 @@ class ScriptProcess:
                     command, cwd=assignment.directory, env=environ,
                     stdin=subprocess.DEVNULL if script_input is None else script_input,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
-                    preexec_fn=_allow_tracing(),
+                    preexec_fn=None if self._container else _allow_tracing(),
                 )  # fmt: skip
         except OSError as error:
             what = error.filename if isinstance(error.filename, str) else command[0]
             raise Refused(f"{socket.gethostname()}: cannot start {command[0]}: {what}: {error.strerror}") from None
-        threads = environ["OMP_NUM_THREADS"]
+        threads, self._cpus = environ["OMP_NUM_THREADS"], share.cpus
         self.placed = {
             "cpus": "" if problem else ranges(share.cpus),
             "threads": int(threads) if is_whole_number(threads) else None, "problem": problem,
@@ -182,7 +219,9 @@ class ScriptProcess:
         Args:
             number: Number of the signal.
         """
-        if self._process.returncode is None:
+        if self._container:
+            self._container.signal(number)
+        elif self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
 
@@ -239,13 +278,34 @@ class ScriptProcess:
         Returns:
             Its exit code; negative for the signal that ended it.
         """
-        self.signal(signal.SIGKILL)
-        code = self._process.wait()
+        code = self._end_container(self._container) if self._container else self._end_process()
         if self._adopts_orphans:
             reaper.end_descendants()
         else:
             reaper.sweep({self._tag}, {self._process.pid})
         return code
+
+    def _end_process(self) -> int:
+        self.signal(signal.SIGKILL)
+        return self._process.wait()
+
+    def _end_container(self, container: Container) -> int:
+        """Let the runtime remove the container of a script that has ended or is killed; else remove it."""
+        container.signal(signal.SIGKILL)
+        try:
+            code = self._process.wait(REMOVAL_SECONDS if container.pid else 0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            container.remove()
+            code = -signal.SIGKILL
+        deadline = time.monotonic() + REMOVAL_SECONDS
+        while reaper.children_of(os.getpid()) and time.monotonic() < deadline:
+            reaper.wait_for_orphans(self._process.pid)  # podman's monitor, which removes the container
+            time.sleep(0.01)
+        reaper.sweep({self._tag}, set())
+        return exit_status(code)
 
     def read_rest(self) -> bool:
         """Read output that has arrived. Return True if there may be more."""
@@ -269,11 +329,25 @@ class ScriptProcess:
         """Return the reason why the kernel may have killed the script, empty if it did not."""
         return self._memory.why_killed()
 
+    def why_not_started(self, code: int) -> str:
+        """Return the reason why the container did not start, empty if the script ran.
+
+        Args:
+            code: Exit code of the runtime.
+        """
+        if self._container is None or self._container.pid is not None:
+            return ""
+        return f"{socket.gethostname()}: the container did not start: exit code {code} of {self._container.command[0]}"
+
     def close(self) -> None:
         """Dismiss the guard and close all descriptors of a script that has ended."""
         self._guard.dismiss()
         for descriptor in list(self._streams):  # output that was not read because the network was slow
             self._close_stream(descriptor)
+        if self._container:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._container.started)
+            self._container.close()
         os.close(self._error_file)
         if self._result is not None:
             os.close(self._result)

@@ -141,5 +141,8 @@ def _assignments(
                 host_timeout_seconds=host_timeout_seconds,
                 may_return=plan.mode == "async",
                 keep_result=keep_result,
+                container=plan.container.image,
+                container_runtime=plan.container.runtime,
+                container_mounts=plan.container.mounts,
             ),
         )

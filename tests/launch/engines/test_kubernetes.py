@@ -308,7 +308,10 @@ def test_the_image_has_what_the_manifest_relies_on(manifest):
     assert json.loads(command) == container(job, "Worker")["command"]
     config = container(job, "Worker")["command"][-1]
     assert config == f"{kubernetes.IMAGE.home}/sshd/config"
-    server, client = written_by_dockerfile("/home/trainer/sshd/config"), written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf")
+    server, client = (
+        written_by_dockerfile("/home/trainer/sshd/config"),
+        written_by_dockerfile("/etc/ssh/ssh_config.d/distrib.conf"),
+    )
     for text in (server, client):
         assert f"Port {kubernetes.IMAGE.ssh_port}\n" in text
         assert f"{job['spec']['sshAuthMountPath']}/id_rsa" in text
