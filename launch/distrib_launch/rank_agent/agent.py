@@ -305,11 +305,7 @@ class RankAgent:
         self._send_exit(
             exit_code=code if code >= 0 else 128 - code,
             number=-code if code < 0 else None,
-            message=""
-            if self._stopped_by
-            else script.why_killed()
-            if code == -signal.SIGKILL
-            else script.why_not_started(code),
+            message="" if self._stopped_by else script.why_ended(code),
             ended=ended,
         )
 

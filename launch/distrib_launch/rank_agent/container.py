@@ -14,11 +14,13 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distrib import environment as env
 from distrib.utils.containers import find_runtime
+from distrib_launch.rank_agent import reaper
 from distrib_launch.rank_agent.control_channel import Assignment
 
 ENTRY = """
@@ -29,6 +31,8 @@ exec "$@"
 """Start of a script in its container. The agent binds the process to its CPUs before it replies in `go`."""
 REMOVAL = '[ -z "$2" ] || "$1" rm --force "$2"; rm -rf "$0"'
 STATUS_FD, RESULT_FD = 8, 9
+REMOVAL_SECONDS = 10.0
+"""Longest time in which a runtime removes the container of a script that has ended."""
 IMAGE_VARIABLES = frozenset((
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "VIRTUAL_ENV", "OPAL_PREFIX", "PMIX_PREFIX", "HOSTNAME",
     "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "SSH_AUTH_SOCK", "DBUS_SESSION_BUS_ADDRESS", "XDG_RUNTIME_DIR",
@@ -175,6 +179,40 @@ class Container:
         with contextlib.suppress(OSError):
             if f"{env.DISTRIB_PROCESS_TAG}={self._tag}".encode() in Path(f"/proc/{self.pid}/environ").read_bytes():
                 os.kill(self.pid, number)
+
+    def end(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait until the runtime has removed the container of a script that has ended or was killed; else remove it.
+
+        Args:
+            process: The runtime.
+
+        Returns:
+            Exit code of the script, negative for a signal.
+        """
+        try:
+            code = process.wait(REMOVAL_SECONDS if self.pid else 0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self.remove()
+            code = -signal.SIGKILL
+        deadline = time.monotonic() + REMOVAL_SECONDS
+        while reaper.children_of(os.getpid()) and time.monotonic() < deadline:
+            reaper.wait_for_orphans(process.pid)  # podman's monitor, which removes the container
+            time.sleep(0.01)
+        reaper.sweep({self._tag}, set())
+        return exit_status(code)
+
+    def why_not_started(self, code: int) -> str:
+        """Return the reason why the container did not start, empty if the script ran.
+
+        Args:
+            code: Exit code of the runtime.
+        """
+        if self.pid is not None:
+            return ""
+        return f"{socket.gethostname()}: the container did not start: exit code {code} of {self.command[0]}"
 
     def remove(self) -> None:
         """End and remove the container, if its runtime was killed before it could."""

@@ -22,14 +22,12 @@ from distrib.utils.mpi_env import RankIdentity
 from distrib.utils.ranges import is_whole_number, ranges
 from distrib.utils.rlimits import raise_open_files
 from distrib_launch.rank_agent import affinity, reaper
-from distrib_launch.rank_agent.container import Container, NotStarted, exit_status
+from distrib_launch.rank_agent.container import Container, NotStarted
 from distrib_launch.rank_agent.control_channel import Assignment, Kind
 from distrib_launch.rank_agent.oom import OutOfMemory
 
 CHUNK_BYTES = 1 << 18
 """Most bytes that one read takes from a pipe."""
-REMOVAL_SECONDS = 10.0
-"""Longest time in which a runtime removes the container of a script that has ended."""
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 """1 if a process may trace its descendants only: https://docs.kernel.org/admin-guide/LSM/Yama.html"""
 RUN_SCRIPT = Path(__file__).with_name("run_script.py")
@@ -278,34 +276,13 @@ class ScriptProcess:
         Returns:
             Its exit code; negative for the signal that ended it.
         """
-        code = self._end_container(self._container) if self._container else self._end_process()
+        self.signal(signal.SIGKILL)
+        code = self._container.end(self._process) if self._container else self._process.wait()
         if self._adopts_orphans:
             reaper.end_descendants()
         else:
             reaper.sweep({self._tag}, {self._process.pid})
         return code
-
-    def _end_process(self) -> int:
-        self.signal(signal.SIGKILL)
-        return self._process.wait()
-
-    def _end_container(self, container: Container) -> int:
-        """Let the runtime remove the container of a script that has ended or is killed; else remove it."""
-        container.signal(signal.SIGKILL)
-        try:
-            code = self._process.wait(REMOVAL_SECONDS if container.pid else 0)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            container.remove()
-            code = -signal.SIGKILL
-        deadline = time.monotonic() + REMOVAL_SECONDS
-        while reaper.children_of(os.getpid()) and time.monotonic() < deadline:
-            reaper.wait_for_orphans(self._process.pid)  # podman's monitor, which removes the container
-            time.sleep(0.01)
-        reaper.sweep({self._tag}, set())
-        return exit_status(code)
 
     def read_rest(self) -> bool:
         """Read output that has arrived. Return True if there may be more."""
@@ -325,19 +302,15 @@ class ScriptProcess:
         os.lseek(self._error_file, 0, os.SEEK_SET)
         return os.read(self._error_file, 1 << 20).decode(errors="replace")
 
-    def why_killed(self) -> str:
-        """Return the reason why the kernel may have killed the script, empty if it did not."""
-        return self._memory.why_killed()
-
-    def why_not_started(self, code: int) -> str:
-        """Return the reason why the container did not start, empty if the script ran.
+    def why_ended(self, code: int) -> str:
+        """Return the reason if the kernel may have killed the script, or if its container did not start; else an empty string.
 
         Args:
-            code: Exit code of the runtime.
+            code: Exit code; negative for a signal.
         """
-        if self._container is None or self._container.pid is not None:
-            return ""
-        return f"{socket.gethostname()}: the container did not start: exit code {code} of {self._container.command[0]}"
+        if code == -signal.SIGKILL:
+            return self._memory.why_killed()
+        return self._container.why_not_started(code) if self._container else ""
 
     def close(self) -> None:
         """Dismiss the guard and close all descriptors of a script that has ended."""
