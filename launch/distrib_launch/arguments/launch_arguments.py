@@ -120,7 +120,7 @@ def _add_forecast_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_container_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--container", metavar="IMAGE", help="run the ranks in containers of this image, which every host must have and "
-                       "which has distrib, such as distrib:cpu or distrib.sif")  # fmt: skip
+                       "which has distrib, such as distrib:cpu")  # fmt: skip
     group.add_argument("--container-runtime", choices=("auto", *RUNTIMES), default="auto", help="start containers with this program "
                        "(default: auto, the first installed on the host that has the image)")  # fmt: skip
     group.add_argument("--container-mount", dest="container_mounts", action="append", default=[], type=os.path.abspath, metavar="PATH",
