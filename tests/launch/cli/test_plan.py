@@ -135,7 +135,7 @@ def test_what_holds_a_job_back_that_no_network_would_help_is_said():
 
 
 def test_json_has_all_of_it_and_the_numbers_agree():
-    told = planned("--workload", "ResNet-50", "--gpu", "V100", "--network", "40GbE", "--nodes", "1,2,16")
+    told = planned("--workload", "ResNet-50", "--gpu", "V100", "--network", "100GbE", "--nodes", "1,2,16")
     assert [p["hosts"] for p in told["predictions"]] == [1, 2, 16]
     assert told["ranks_per_node"] == 8 and told["workload"]["gradient_bytes"] == 102_228_128
     last = told["predictions"][-1]
@@ -329,7 +329,7 @@ def test_options_that_cannot_be_are_named_in_one_line(words, says):
     ("said", "same"),
     [
         ("InfiniBand 200Gb/s", "HDR"),
-        ("Ethernet 100Gb/s", "40GbE"),
+        ("Ethernet 100Gb/s", "100GbE"),
         ("RoCE 100", "RoCE 100Gb/s"),
         ("2 x IB NDR", "2 x NDR"),
     ],
