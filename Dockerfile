@@ -1,13 +1,14 @@
 # Images of distrib. Both targets run distrib, torch and sshd under a user that is not root; scripts/image has the shared steps.
 #
-#   docker build --target cpu -t distrib:cpu .     hosts without GPUs, and demonstrations
-#   docker build -t distrib:cuda .                 the default: a worker with CUDA, NCCL and UCX over InfiniBand
+#   docker build --target cpu --build-arg PIP_EXTRA_INDEX_URL=URL -t distrib:cpu .   hosts without GPUs, and demonstrations
+#   docker build -t distrib:cuda .   the default: a worker with CUDA, NCCL and UCX over InfiniBand
 ARG CPU_BASE=ubuntu:24.04
 ARG CUDA_BASE=nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04
 
 FROM ${CPU_BASE} AS cpu
-# Builds of torch for CPUs only sort before those with CUDA. Mirrors: --build-arg PIP_INDEX_URL=URL, or PIP_FIND_LINKS.
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# URL: PyTorch's index of builds for CPUs (see pytorch.org, "Get Started"), whose versions sort before those with CUDA.
+# Without it, torch brings its CUDA libraries. Mirrors: --build-arg PIP_INDEX_URL=URL, or PIP_FIND_LINKS.
+ARG PIP_EXTRA_INDEX_URL
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
