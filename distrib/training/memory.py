@@ -170,7 +170,7 @@ class _GpuOperations(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Step(nn.Module):
+class _FakeStep(nn.Module):
     """Forward and backward as a module, so that `functional_call` replaces the parameters in both."""
 
     def __init__(
@@ -226,7 +226,7 @@ def _simulate(
             optimizer_bytes = tracker.present - parameter_bytes
             inputs = tree_map(lambda item: _fake(item) if isinstance(item, torch.Tensor) else item, batch)
             tracker.peak = tracker.present
-            step = _Step(model, loss, half, {tensor.untyped_storage()._cdata for tensor in fakes.values()})
+            step = _FakeStep(model, loss, half, {tensor.untyped_storage()._cdata for tensor in fakes.values()})
             arguments, keywords = _arguments(inputs)
             torch.func.functional_call(step, fakes, arguments, keywords)
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
