@@ -151,7 +151,7 @@ def test_a_failed_rank_is_named_with_its_traceback(in_container):
 
 
 def test_a_mounted_path_is_there_and_a_stopped_job_leaves_no_container(in_container):
-    run = in_container("wait", "--container-mount", __file__, "--timeout", "20s", "--grace", "2s", ranks=1)
+    run = in_container("wait", "--container-mount", __file__, "--timeout", "30s", "--grace", "2s", ranks=1)
     assert run.code == 124, run
     assert "rank 0 sees True" in run.out
 

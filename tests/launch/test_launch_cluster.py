@@ -392,9 +392,10 @@ def test_a_script_may_spawn_as_many_processes_as_slots_are_left(make_cluster, la
         "MPI.Comm.Get_parent().Disconnect()\n"
     )
     for _ in range(5):
-        run = launch("-H", hosts, "-np", "1", "p.py", count, cluster=cluster, timeout=100)
+        run = launch("-H", hosts, "-np", "1", "--timeout", "60s", "p.py", count, cluster=cluster, timeout=100)
+        assert "NO PATH TO TARGET" not in (run.run_dir / "engine.log").read_text()
         # PRRTE 3.0 reads beyond an array in each spawn (connect_release in pmix_server_dyn.c): plain mpirun crashed in 5 of 25 runs.
-        if "mpirun was killed by" not in run.err:
+        if count == 9 or run.code == 0:
             break
     if count == 9:
         assert run.code != 0 and "mpirun: There are not enough slots" in run.err, run

@@ -192,7 +192,7 @@ def test_a_rank_that_goes_one_backward_further_waits_for_the_one_at_its_end(laun
     """The report comes after ten seconds, as one rank is at its end; between two collectives the line of a minute comes first."""
     script = tmp_path / "further.py"
     script.write_text(ONE_BACKWARD_MORE)
-    run = launch("-np", "2", "--hang-timeout", "11s", script, timeout=100)
+    run = launch("-np", "2", "--hang-timeout", "20s", script, timeout=100)
     assert run.code == 1, run
     assert (
         "no progress for 10 s: rank 0 on localhost is in job.close" in run.err and "1 rank waits for it in" in run.err
