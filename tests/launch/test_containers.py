@@ -125,7 +125,14 @@ def in_container(podman: dict[str, str], launch: Callable[..., Run], tmp_path: P
         words = ["--container", IMAGE, *options, "-np", str(ranks), "train.py", __file__, what]
         done = launch(*words, env=podman)
         left = subprocess.run(
-            ["podman", "ps", "--all", "--quiet"],
+            [
+                "podman",
+                "ps",
+                "--all",
+                "--quiet",
+                "--filter",
+                f"volume={tmp_path}",
+            ],  # not those of tests beside this one
             env={**os.environ, **podman},
             capture_output=True,
             text=True,
