@@ -76,7 +76,7 @@ def test_a_loader_that_keeps_up_is_not_reported():
 def test_starts_of_passes_do_not_count():
     seen = measured(1, TensorDataset, passes=4)
     assert seen.steps <= MeterSettings.window_steps - 2
-    assert seen.loader_seconds < 0.01, seen
+    assert seen.loader_seconds < 0.3 * seen.step_seconds, seen  # a start of processes takes longer than a step
 
 
 def test_a_thread_that_reads_ahead_does_not_wait():
