@@ -40,7 +40,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     nvswitch: bool = False
     """True if switches join the GPUs of each host."""
     compute_capability: float | None = None
-    """Of the oldest GPU; None if unknown."""
+    """Compute capability of the oldest GPU; None if unknown."""
     collectives: tuple[Collective, ...] = ()
     """Measured all-reduces of this cluster."""
     memory_bytes_per_second: float | None = None

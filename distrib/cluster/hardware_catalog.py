@@ -50,7 +50,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     pcie: str | None
     """Such as `PCIe4 x16`."""
     peer_bandwidth_bytes_per_second: Figure | None = None
-    """What collectives reach over links to all GPUs of the host that are not NVLink."""
+    """Bandwidth that collectives reach over links other than NVLink to all GPUs of the host."""
     compute_capability: Figure | None = None
     """Generation of an NVIDIA GPU, such as 9.0."""
 
