@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from distrib.utils import signals
 from tests.virtual_cluster import Cluster
 
 BIN = Path(sys.executable).parent
@@ -131,6 +132,7 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=2, help="processes that compute beside the job (default: 2)")
     parser.add_argument("--kind", choices=[kind.name for kind in KINDS], action="append")
     options = parser.parse_args()
+    signals.raise_on_termination()  # SIGTERM, too, ends the hosts and busy processes
     folder = Path(tempfile.mkdtemp())
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
     wrong = 0

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from distrib.errors import ConfigError, PreflightError
 from distrib.utils import files as paths
 from distrib.utils.netif import is_here
+from distrib.utils.threads import map_in_threads
 from distrib_launch.preflight.check_result import fold_by_host
 
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
@@ -107,14 +107,7 @@ def sync(
         except _Refused as why:
             return why
 
-    pool = ThreadPoolExecutor(max_workers=16)
-    try:
-        outcomes = list(pool.map(copy, others))
-    except BaseException:  # the pool waits for its threads, which must end first
-        interrupted.set()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    outcomes = map_in_threads(copy, others, at_once=16, interrupt=interrupted.set)
     if problems := {
         host: str(outcome) for host, outcome in zip(others, outcomes, strict=True) if isinstance(outcome, _Refused)
     }:

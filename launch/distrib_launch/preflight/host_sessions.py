@@ -16,13 +16,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, NamedTuple
 
 from distrib.cluster.inventory import is_complete_reply
 from distrib.cluster.remote import connectivity_agent
+from distrib.utils.threads import Item, Outcome, map_in_threads
 
 LOADER = (
     "import os,sys;at=sys.path.index(os.path.dirname(os.__file__));sys.path=sys.path[at:]+[p for p in sys.path[:at]if p];"
@@ -35,9 +35,6 @@ lines before the length are for a login shell whose settings read lines."""
 BLANK_LINES = "\n" * 16
 SHELL_MARK = "<<distrib-shell>>"
 """Text that a host's shell prints before it starts Python."""
-
-Item = TypeVar("Item")
-Outcome = TypeVar("Outcome")
 
 
 class SessionOutput(NamedTuple):
@@ -159,14 +156,7 @@ class HostSessions:
             items: Its arguments.
             at_once: Number of threads, each with three pipes.
         """
-        pool = ThreadPoolExecutor(max_workers=min(at_once, max(1, len(items))), thread_name_prefix="preflight")
-        try:
-            return list(pool.map(work, items))
-        except BaseException:  # the pool waits for its threads, which must end first
-            self.close()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+        return map_in_threads(work, items, at_once=at_once, interrupt=self.close)
 
     def listen(self) -> tuple[int, ...]:
         """Listen on this machine until the sessions are closed, and return the ports."""
