@@ -211,8 +211,11 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
     shown = os.fspath(path)
     again = "write one with distrib-launch --profile FILE SCRIPT"
     try:
-        # json reads NaN and infinities, which are then reported by field.
-        found = msgspec.convert(json.loads(Path(path).read_bytes()), Workload)
+        # json reads NaN and infinities, which are then reported by field. An integer beyond the range of floats is read as infinity.
+        content = json.loads(
+            Path(path).read_bytes(), parse_int=lambda text: int(text) if len(text) < 309 else float(text)
+        )
+        found = msgspec.convert(content, Workload)
     except OSError as error:
         raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again, code="file-unreadable") from None
     except msgspec.ValidationError as error:

@@ -155,6 +155,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         ("device", "CPU", r"\$\.device: 'CPU' is unknown; write 'cpu'"),
         ("device", "", r"\$\.device: '', expected"),
         ("name", "x\x1b[31m", r"\$\.name: 'x\\x1b\[31m', expected"),
+        ("processors", 10**400, r"`\$\.processors`"),
         ("bacth", 3, r"unknown field `bacth`; did you mean batch\?"),
     ],
 )

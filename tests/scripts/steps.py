@@ -4,6 +4,8 @@
     thread, unprepared, no-backward, two-optimizers
     accumulates    a step of the optimizer after four batches
     hiccup         one step takes a second longer
+    late:S:R       each step of rank R takes S seconds longer
+    cpu            the CPU computes, instead of sleeping
     busy:S:N       N processes load the data, with S seconds of CPU time per sample
     far:S:N        N processes load the data, S seconds per sample without CPU time; 0: the rank loads it
 """
@@ -20,7 +22,16 @@ import distrib
 
 steps, seconds, elements = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 how = sys.argv[4] if len(sys.argv) > 4 else ""
-load_seconds, processes = (float(how.split(":")[1]), int(how.split(":")[2])) if ":" in how else (0.0, 0)
+extra_seconds, number = (float(how.split(":")[1]), int(how.split(":")[2])) if ":" in how else (0.0, 0)
+
+
+def compute(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+take = compute if how == "cpu" else time.sleep
 
 
 class Work(torch.autograd.Function):
@@ -28,12 +39,12 @@ class Work(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        time.sleep(seconds / 3)
+        take(seconds / 3)
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(2 * seconds / 3)
+        take(2 * seconds / 3)
         return gradient
 
 
@@ -49,15 +60,13 @@ class Model(nn.Module):
 
 class Busy(TensorDataset):
     def __getitem__(self, index):
-        end = time.process_time() + load_seconds
-        while time.process_time() < end:
-            pass
+        compute(extra_seconds)
         return super().__getitem__(index)
 
 
 class Far(TensorDataset):
     def __getitem__(self, index):
-        time.sleep(load_seconds)
+        time.sleep(extra_seconds)
         return super().__getitem__(index)
 
 
@@ -70,7 +79,7 @@ def main():
     data = kind(torch.randn(4096, 8))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 1e-5)
-    loader = DataLoader(data, 4, shuffle=True, num_workers=processes)
+    loader = DataLoader(data, 4, shuffle=True, num_workers=0 if how.startswith("late:") else number)
     if how != "unprepared":
         model, optimizer, loader = job.prepare(model, optimizer, loader)
     if how == "two-optimizers":
@@ -82,6 +91,8 @@ def main():
         for (x,) in loader:
             if how != "accumulates" or done % 4 == 0:
                 optimizer.zero_grad()
+            if how.startswith("late:") and job.rank == number:
+                time.sleep(extra_seconds)
             if how == "hiccup" and done == 12:
                 time.sleep(1)
             loss = model(x).square().mean()

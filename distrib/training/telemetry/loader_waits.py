@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.telemetry.device_timer import DeviceTimer
+from distrib.training.telemetry.scheduler_stats import scheduled_seconds
 from distrib.utils.cpus import cpu_quota, usable_cores
 
 
@@ -146,12 +147,12 @@ class LoaderWaits:
         waits_beside = threading.current_thread() is not threading.main_thread()
         if not self._is_open or waits_beside:
             return next(batches)
-        processor, scheduled = time.process_time(), sum(_scheduled_seconds("thread-self"))
+        processor, scheduled = time.process_time(), sum(scheduled_seconds("thread-self"))
         since, begin = time.perf_counter(), self._clock.mark()
         batch = next(batches)
         end, seconds = self._clock.mark(), time.perf_counter() - since
         if source.workers:
-            seconds = max(0.0, seconds - (sum(_scheduled_seconds("thread-self")) - scheduled))
+            seconds = max(0.0, seconds - (sum(scheduled_seconds("thread-self")) - scheduled))
         else:  # loading uses this process
             processor -= time.process_time()
             self._own_seconds += processor
@@ -163,7 +164,7 @@ class LoaderWaits:
     def _sample_queues(self) -> None:
         for child in multiprocessing.active_children():
             if child.pid is not None:
-                seconds = _scheduled_seconds(str(child.pid))[1]
+                seconds = scheduled_seconds(str(child.pid))[1]
                 first, latest = self._queued.get(child.pid, (seconds, seconds))
                 self._queued[child.pid] = first, max(latest, seconds)
 
@@ -183,11 +184,3 @@ def processor_seconds_of_children() -> float:
             stat = Path(f"/proc/{child.pid}/stat").read_text()
             total += sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
     return total
-
-
-def _scheduled_seconds(process: str) -> tuple[float, float]:
-    """Return the seconds of a thread on a CPU and in the queue for one, from the kernel's scheduler statistics; zeros without them."""
-    with contextlib.suppress(OSError, ValueError):
-        running, queued, _ = Path(f"/proc/{process}/schedstat").read_text().split()
-        return int(running) / 1e9, int(queued) / 1e9
-    return 0.0, 0.0

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.model_parameters import exclude_model
-from distrib.training.telemetry import tcp_stats
+from distrib.training.telemetry import scheduler_stats, tcp_stats
 from distrib.training.telemetry.device_timer import DeviceTimer, typical_seconds
 from distrib.training.telemetry.loader_waits import LoaderWaits
 
@@ -91,6 +91,7 @@ class Meter:
         self._step_hooks: list[RemovableHandle] = []
         self._opened = 0.0
         self._sent: dict[str, tcp_stats.Sent] = {}
+        self._queued: dict[str, float] = {}
         self._steps = 0
 
     def watch(self, thing: Any) -> None:
@@ -141,6 +142,7 @@ class Meter:
                     hook = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
                     self._hooks.append(hook)
         self._sent = tcp_stats.sent()
+        self._queued = scheduler_stats.queued_by_thread()
         self._opened = time.monotonic()
         waited = self._waited()
         if waited is not None:
@@ -199,6 +201,7 @@ class Meter:
         computes = [a - b for a, b in zip(steps, waits, strict=True)]
         self._marks.clear()
         sent = tcp_stats.sent()
+        queued = scheduler_stats.longest_queue_seconds(self._queued, scheduler_stats.queued_by_thread())
         sizes = tcp_stats.sizes(self._sent, sent) if self._is_counted else {}
         self._report(
             {
@@ -207,6 +210,7 @@ class Meter:
                 "samples": self._samples(),
                 "exposed_seconds": wait,
                 "compute_seconds": max(0.0, typical_seconds(computes, in_bursts=in_bursts)),
+                "queued_seconds": queued / len(steps),
                 "sent_bytes_per_second": tcp_stats.rates(self._sent, sent),
                 "sent_bytes_per_step": {address: size / len(steps) for address, size in sizes.items()},
                 "loading": loading or None,

@@ -17,7 +17,10 @@ from distrib.cluster.topology import read_topology
 from distrib.errors import ConfigError
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import LinkUsage, MeasuredPerformance
-from distrib_launch.supervisor.loading_check import LoadingCheck, LoadingReport
+from distrib_launch.supervisor import rank_report
+from distrib_launch.supervisor.loading_check import LoadingCheck
+from distrib_launch.supervisor.rank_report import RankReport
+from distrib_launch.supervisor.slowdown import Slowdown, find_cause
 
 
 class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,19 +42,8 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 MONITOR = MonitorSettings()
 
-
-class _Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of measured steps by one rank; rates and sizes are by address of the peer."""
-
-    steps: int
-    step_seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    samples: float = 0.0
-    """Samples of this rank in a step, 0 if not known."""
-    sent_bytes_per_second: dict[str, float] = {}
-    sent_bytes_per_step: dict[str, float] = {}
-    loading: LoadingReport | None = None
+KINDS = {"loader": "data", "waiting": "network"}
+"""Kinds of warnings that are reported once, by cause, where they differ."""
 
 
 class PerformanceMonitor:
@@ -62,7 +54,7 @@ class PerformanceMonitor:
         self._on_warning = warn
         self._host_of = host_of
         self._workers = sum(rank.role == "worker" for rank in plan.ranks)
-        self._pending: dict[int, _Report] = {}
+        self._pending: dict[int, RankReport] = {}
         self._reports: Counter[int] = Counter()
         self._rounds: list[
             MeasuredPerformance
@@ -82,10 +74,7 @@ class PerformanceMonitor:
         Raises:
             ValueError: The object is not valid.
         """
-        try:
-            self._pending[rank] = _checked(msgspec.convert(report, _Report))
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from None
+        self._pending[rank] = rank_report.parse(report)
         self._reports[rank] += 1
         if len(self._pending) == self._workers or self._reports[rank] > MONITOR.max_reports_ahead:
             self._reports.clear()
@@ -93,10 +82,10 @@ class PerformanceMonitor:
             loading = {number: each.loading for number, each in self._pending.items() if each.loading}
             if late := self._loading.update(loading, {n: self._pending[n].exposed_seconds for n in loading}):
                 self._warn("data", late)
-            self._pending = {}
+            reports, self._pending = self._pending, {}
             self._last = round_
             self._rounds.append(msgspec.structs.replace(round_, links=()))
-            self._check(round_)
+            self._check(round_, reports)
 
     @property
     def measured(self) -> MeasuredPerformance | None:
@@ -127,7 +116,7 @@ class PerformanceMonitor:
     def _predicted_seconds(self) -> float | None:
         return self._plan.forecast.predicted.step_seconds if self._plan.forecast else None
 
-    def _summary(self, reports: Mapping[int, _Report]) -> MeasuredPerformance:
+    def _summary(self, reports: Mapping[int, RankReport]) -> MeasuredPerformance:
         """Summarize one report of each rank: the slowest computes, the rest of the step is waiting."""
         step = max(each.step_seconds for each in reports.values())
         slowest = max(reports, key=lambda rank: reports[rank].compute_seconds)
@@ -182,37 +171,28 @@ class PerformanceMonitor:
 
     # -- warnings ----------------------------------------------------------------------------------------------------
 
-    def _check(self, seen: MeasuredPerformance) -> None:
+    def _check(self, seen: MeasuredPerformance, reports: Mapping[int, RankReport]) -> None:
         if len(self._plan.hosts) < 2:
             return
         forecast = self._plan.forecast
-        waits = seen.exposed_seconds / seen.step_seconds if seen.step_seconds else 0.0
-        # The other losses are data loading and slower ranks.
-        is_most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
-        if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and is_most:
-            predicted = f" (predicted {forecast.predicted.efficiency:.0%})" if forecast else ""
-            by_network = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
-            bound = "network-bound" if by_network else "ranks wait for each other"
-            what = (
-                self._slowest_link(seen)
-                if by_network
-                else f"\n  the network needs {units.duration_text(seen.network_seconds or 0.0)} of it: look for late ranks, "
-                "shared CPUs, and latency if gradients are small"
-            )
-            self._warn(
-                "network",
-                f"{bound}: {seen.efficiency:.0%} scaling efficiency{predicted}, step {units.duration_text(seen.step_seconds)}, "
-                f"{units.duration_text(seen.exposed_seconds)} of it waiting for gradients{what}",
-            )
-        if forecast is None:
-            return
-        tolerated = max(MONITOR.min_slowdown_fraction, forecast.expected_error)
-        if seen.step_seconds > (1 + tolerated) * forecast.predicted.step_seconds:
-            self._warn(
-                "slower",
-                f"a step takes {units.duration_text(seen.step_seconds)}, predicted {units.duration_text(forecast.predicted.step_seconds)}\n  "
-                + self._cause(seen),
-            )
+        # CPUs that are busy on all hosts delay all ranks alike, which the efficiency does not show.
+        queued = max(report.queued_seconds for report in reports.values())
+        lost = max((1 - seen.efficiency) * seen.step_seconds, queued)
+        found = find_cause(
+            reports,
+            lost_seconds=lost,
+            exposed_seconds=seen.exposed_seconds,
+            network_seconds=seen.network_seconds,
+            predicted_compute_seconds=forecast.predicted.compute_seconds if forecast else None,
+        )
+        tolerated = max(MONITOR.min_slowdown_fraction, forecast.expected_error) if forecast else math.inf
+        is_slower = forecast and seen.step_seconds > (1 + tolerated) * forecast.predicted.step_seconds
+        is_inefficient = lost > (1 - self._plan.warn_below) * seen.step_seconds
+        if found and is_inefficient and (found.rank < 0 or not is_slower):
+            self._warn(KINDS.get(found.cause, found.cause), self._describe(found, seen))
+        if forecast and is_slower:
+            times = f"{units.duration_text(seen.step_seconds)}, predicted {units.duration_text(forecast.predicted.step_seconds)}"
+            self._warn("slower", f"a step takes {times}\n  {self._cause(found, seen)}")
 
     def _warn(self, kind: str, what: str) -> None:
         if kind not in self._warned:
@@ -228,10 +208,41 @@ class PerformanceMonitor:
         cap = self._plan.forecast.predicted.cap if self._plan.forecast else None
         return f"\n  slowest link: {cap.link}" if cap else ""
 
-    def _cause(self, seen: MeasuredPerformance) -> str:
-        """Return the slow links, or the rank that computes longer than predicted."""
+    def _describe(self, found: Slowdown, seen: MeasuredPerformance) -> str:
+        """Return the warning of a low efficiency, with a hint on its second line."""
+        if found.rank >= 0:
+            return f"{found.cause}: " + "\n  ".join(self._in_rank(found, seen))
+        forecast = self._plan.forecast
+        predicted = f" (predicted {forecast.predicted.efficiency:.0%})" if forecast else ""
+        step, waits = units.duration_text(seen.step_seconds), units.duration_text(seen.exposed_seconds)
+        what = f"{seen.efficiency:.0%} scaling efficiency{predicted}, step {step}, {waits} of it waiting for gradients"
+        if found.cause == "network":
+            return f"network-bound: {what}{self._slowest_link(seen)}"
+        return (
+            f"ranks wait for each other: {what}\n  the network needs {units.duration_text(seen.network_seconds or 0.0)} of it: "
+            "look for latency if gradients are small, and for ranks that are late in turn"
+        )
+
+    def _in_rank(self, found: Slowdown, seen: MeasuredPerformance) -> tuple[str, str]:
+        """Return what takes time in one rank, and a hint."""
+        rank = self._plan.ranks[found.rank]
+        where, seconds = f"rank {rank.rank} on {rank.host}", units.duration_text(found.seconds)
+        of_step = f"of a step of {units.duration_text(seen.step_seconds)}"
+        if found.cause == "loader":
+            return f"{where} waits {seconds} {of_step} for data", "check its storage, and num_workers of its DataLoader"
+        if found.cause == "busy CPUs":
+            hint = f"look for other processes on {rank.host}, or give its ranks more cores"
+            return f"{where} waits {seconds} {of_step} for a CPU", hint
+        than = "predicted" if self._plan.forecast else "the others"
+        what = f"{where} computes {seconds}, {than} {units.duration_text(found.usual_seconds)}"
+        return what, "check the clocks of its GPU, its CPUs and the size of its batches"
+
+    def _cause(self, found: Slowdown | None, seen: MeasuredPerformance) -> str:
+        """Return what takes time in one rank, else the slow links."""
         assert self._plan.forecast
         predicted = self._plan.forecast.predicted
+        if found and found.rank >= 0:
+            return "; ".join(self._in_rank(found, seen))
         below = _slow_links(seen.links)
         if below:
             worst = below[0]
@@ -245,14 +256,6 @@ class PerformanceMonitor:
             usual = worst.expected_bytes_per_second
             beside = f", expected {units.bit_rate_text(usual)}" if usual else " while the others carry more"
             return f"{where} {carries} {units.bit_rate_text(worst.bytes_per_second)}{beside}; check cable, port and NIC, and who else uses it"
-        rank = self._plan.ranks[seen.slowest_rank]
-        more = seen.step_seconds - predicted.step_seconds
-        expected = predicted.step_seconds - predicted.exposed_seconds
-        if seen.compute_seconds - expected > more / 2:
-            return (
-                f"rank {rank.rank} on {rank.host} computes and loads data for {units.duration_text(seen.compute_seconds)}, "
-                f"predicted {units.duration_text(expected)}; check its CPUs and its storage"
-            )
         cap = predicted.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""
         return f"{units.duration_text(seen.exposed_seconds)} are waiting for gradients, predicted {units.duration_text(predicted.exposed_seconds)}{guess}"
@@ -287,22 +290,6 @@ def _slow_links(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
         ),
         key=fraction,
     )
-
-
-def _checked(report: _Report) -> _Report:
-    """Return the report. Raise ValueError for impossible times and rates."""
-    times = (
-        report.step_seconds,
-        report.compute_seconds,
-        report.exposed_seconds,
-        *report.sent_bytes_per_second.values(),
-        *report.sent_bytes_per_step.values(),
-    )
-    if report.loading and not report.loading.is_valid:
-        raise ValueError("times of data loading are not possible")
-    if not all(math.isfinite(value) and value >= 0 for value in times) or not report.step_seconds or report.steps < 1:
-        raise ValueError(f"a step of {report.step_seconds} s is not possible")
-    return report
 
 
 def _lookup(path: str | None) -> Callable[[str, str], tuple[float | None, str]]:

@@ -35,7 +35,7 @@ def plan(tmp_path):
     return replace(runner.plan_launch(options), forecast=outlook)
 
 
-def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
+def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None, queued=0.0):
     """Add one report of every rank. Return the messages and the measurements."""
     said: list[str] = []
     watch = PerformanceMonitor(plan, said.append, {f"10.0.0.{n}": f"n{n}" for n in range(1, 6)}.get)
@@ -50,6 +50,7 @@ def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
                 "step_seconds": step,
                 "compute_seconds": mine,
                 "exposed_seconds": step - mine,
+                "queued_seconds": queued,
                 "sent_bytes_per_second": own,
                 "sent_bytes_per_step": {f"10.0.0.{b[1]}": size for (a, b), size in (sizes or {}).items() if a == host},
             },
@@ -89,7 +90,7 @@ def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
     said, seen = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 1.1e7))
     assert seen.network_seconds == pytest.approx(0.01)
     assert said[0].startswith("ranks wait for each other: 30% scaling efficiency (predicted 90%), step 300 ms, ")
-    assert "210 ms of it waiting for gradients\n  the network needs 10 ms of it: look for late ranks" in said[0]
+    assert "210 ms of it waiting for gradients\n  the network needs 10 ms of it: look for latency" in said[0]
     said, seen = hear(plan, step=0.3, sizes=dict.fromkeys(RING, 440.0))
     assert "the network needs 3.52 us of it" in said[0], said
     said, _ = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 2.2e8))
@@ -143,8 +144,8 @@ def test_a_host_all_of_whose_links_are_slow_is_named(plan):
 def test_a_rank_that_computes_slowly_is_named(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.19, 0.09), links=RING)
     assert said == [
-        "a step takes 200 ms, predicted 100 ms\n  rank 1 on n2 computes and loads data for 190 ms, predicted 90 ms; "
-        "check its CPUs and its storage"
+        "a step takes 200 ms, predicted 100 ms\n  rank 1 on n2 computes 190 ms, predicted 90 ms; "
+        "check the clocks of its GPU, its CPUs and the size of its batches"
     ]
 
 
@@ -152,6 +153,19 @@ def test_the_wire_is_not_blamed_for_what_data_costs(plan):
     """The loader takes 80 of 110 ms lost. The network is blamed only if it accounts for the difference."""
     assert not [line for line in hear(plan, step=0.2, compute=0.17, links=RING)[0] if line.startswith("network-bound")]
     assert [line for line in hear(plan, step=0.2, compute=0.12, links=RING)[0] if line.startswith("network-bound")]
+
+
+def test_busy_cpus_are_named_although_they_slow_all_ranks_alike(plan):
+    said, _ = hear(replace(plan, forecast=None), step=0.2, compute=0.19, queued=0.08, links=RING)
+    assert said == [
+        "busy CPUs: rank 0 on n1 waits 80 ms of a step of 200 ms for a CPU\n"
+        "  look for other processes on n1, or give its ranks more cores"
+    ]
+
+
+def test_without_a_forecast_a_straggler_is_compared_with_the_others(plan):
+    said, _ = hear(replace(plan, forecast=None), step=0.2, computes=(0.09, 0.19, 0.09), links=RING)
+    assert len(said) == 1 and said[0].startswith("straggler: rank 1 on n2 computes 190 ms, the others 90 ms")
 
 
 def test_each_warning_comes_once_and_all_looks_count(plan):
