@@ -27,7 +27,7 @@ from distrib.bandwidth_model import collective_cost
 from distrib.bandwidth_model.fabric import find_fabric
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
-from distrib.bandwidth_model.workload import Workload
+from distrib.bandwidth_model.workload import Gradient, Workload
 from distrib.bandwidth_model.workload_catalog import catalog_workload
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.strategy import Gradients, Strategy
@@ -39,14 +39,53 @@ SIZE_RANGES = (
     ("8 to 16 MiB", (8 << 20) + 1, 16 << 20),
     ("16 MiB and more", 16 << 20, 1 << 60),
 )
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How a script averages gradients."""
+
+    strategy: Strategy = Strategy()
+    overlaps: bool = True
+    has_half_gradients: bool = False
+    """True if parameters, and so gradients, have 16 bits in amp."""
+    compression: Gradients = Gradients()
+    """The format on the network in amp."""
+
+
 FRAMEWORKS = {
-    "": Strategy(),
-    "horovod": Strategy(bucket_bytes=64 << 20),  # default of HOROVOD_FUSION_THRESHOLD
-    "byteps": Strategy(bucket_bytes=4 << 20, all_reduce="hierarchical", gradients=Gradients("fp16")),
+    "": Framework(),
+    "horovod": Framework(Strategy(bucket_bytes=64 << 20)),  # default of HOROVOD_FUSION_THRESHOLD
+    "byteps": Framework(Strategy(bucket_bytes=4 << 20, all_reduce="hierarchical", gradients=Gradients("fp16"))),
+    "after-backward": Framework(overlaps=False, has_half_gradients=True),
+    "horovod-after-backward": Framework(Strategy(bucket_bytes=64 << 20), overlaps=False, compression=Gradients("fp16")),
 }
-"""Strategies by the optional column `framework`."""
-AFTER_BACKWARD = ("PyTorch/LanguageModeling/BERT",)
-"""Sources whose pretraining averages after backward: `take_optimizer_step` in run_pretraining.py. Fine-tuning overlaps."""
+"""Frameworks by the optional column `framework`."""
+FRAMEWORK_OF_SOURCE = {
+    ("PyTorch/LanguageModeling/BERT", "BERT"): "after-backward",
+    ("lambdal/deeplearning-benchmark", "BERT"): "after-backward",
+    ("TensorFlow2/LanguageModeling/BERT", "BERT"): "horovod-after-backward",
+    ("TensorFlow/Classification", "ResNet"): "horovod",
+    ("MxNet/Classification", "ResNet"): "horovod",
+}
+"""Frameworks of rows without the column, by parts of the source and of the network.
+
+NVIDIA/DeepLearningExamples@729963dd. PyTorch BERT: run_pretraining.py has one DDP bucket of all gradients and 16-bit parameters;
+run_squad.py, which Lambda runs too, has apex's DistributedDataParallel and amp O2. Lambda's logs of bert_base_squad, which is in no
+row, show no overlap: two GPUs lose time in proportion to the bytes, 6.6 to 6.8 GB/s on RTX 4090 and 7.8 to 9.0 GB/s on V100.
+TensorFlow 2 BERT: model_training_utils.py calls `hvd.allreduce` after accumulation; fine-tuning compiles backward by XLA into
+clusters, which end before Horovod's operations. `Compression.fp16` in amp.
+"""
+NODE_OF_SOURCE = {
+    ("lambdal/deeplearning-benchmark", "V100"): "gpus: {kind: V100-SXM2-16GB, count: 8}, links: {peer_to_peer: no}",
+    ("(P2P)", "4090"): "gpus: {kind: RTX-4090, count: 8}, links: {peer_to_peer: yes}",
+}
+"""Hosts that differ from the row's `node`, by parts of the source and of the hardware.
+
+Lambda's V100 are virtual machines (`LambdaCloud`, results/LambdaCloud_2xV100_16GB_v1/sys_pytorch.txt). Their GPUs do not exchange data
+over NVLink, by bert_base_squad as above, and NCCL copies through host memory (`ncclTopoCheckP2p` in src/graph/paths.cc of
+NVIDIA/nccl@5067397: no peer-to-peer access across host bridges). `(P2P)` names a driver with peer-to-peer access.
+"""
 
 
 @dataclass(frozen=True)
@@ -162,7 +201,9 @@ def _groups(results: list[Result], tests: Mapping[str, Callable[[Result], bool]]
     return {name: summary(some) for name, some in members.items() if some}
 
 
-def _cluster(node: str, source: str) -> Topology:
+def _cluster(row: Mapping[str, str]) -> Topology:
+    source, hardware = row["source"], row.get("what") or row["hardware"]
+    node = _of_source(NODE_OF_SOURCE, source, hardware) or row["node"]
     node = node.strip().removeprefix("{").removesuffix("}") if node.strip().startswith("{") else node
     return parse_topology(f"nodes:\n  - {{hosts: 'node[1-2]', {node}}}\n", source)
 
@@ -174,7 +215,7 @@ def _gpu(topology: Topology) -> str:
 
 
 def _bus_bandwidth(row: Mapping[str, str], number: int) -> Result:
-    topology = _cluster(row["node"], row["source"])
+    topology = _cluster(row)
     size, hosts, each = (int(row[name]) for name in ("bytes", "hosts", "gpus_per_host"))
     workload = catalog_workload("ResNet-50", _gpu(topology))
     fabric = find_fabric(topology, workload, min(hosts, 2), each, nodes=hosts)
@@ -191,14 +232,15 @@ def _bus_bandwidth(row: Mapping[str, str], number: int) -> Result:
 
 
 def _scaling(row: Mapping[str, str], number: int) -> Result:
-    topology = _cluster(row["node"], row["source"])
+    topology = _cluster(row)
     batch, accumulate = int(row["batch"]), int(row.get("relative_accumulate") or 1)
     found = catalog_workload(row["network"], _gpu(topology), batch, precision=row["precision"])  # type: ignore[arg-type]
     if speed := row["one_gpu_samples_per_second"]:
         found = _at_speed(found, float(speed), accumulate)
-    is_pretraining = accumulate > 1 or int(row.get("accumulate") or 1) > 1
-    if is_pretraining and any(source in row["source"] for source in AFTER_BACKWARD):
-        found = msgspec.structs.replace(found, overlaps=False)
+    framework = _framework(row)
+    found = msgspec.structs.replace(found, overlaps=framework.overlaps)
+    if framework.has_half_gradients and row["precision"] == "amp":
+        found = msgspec.structs.replace(found, gradients=tuple(map(_half, found.gradients)))
     base = _throughput(row, topology, found, "relative_to_hosts", "relative_to_gpus_per_host", "relative_accumulate")
     return Result(
         what=row["what"],
@@ -207,6 +249,19 @@ def _scaling(row: Mapping[str, str], number: int) -> Result:
         predicted=_throughput(row, topology, found, "hosts", "gpus_per_host", "accumulate") / base,
         number=number,
     )
+
+
+def _of_source(named: Mapping[tuple[str, str], str], source: str, what: str) -> str:
+    """Return the value whose key has a part of the source and of the other text; empty if there is none."""
+    return next((value for (one, other), value in named.items() if one in source and other in what), "")
+
+
+def _framework(row: Mapping[str, str]) -> Framework:
+    return FRAMEWORKS[row.get("framework") or _of_source(FRAMEWORK_OF_SOURCE, row["source"], row["network"])]
+
+
+def _half(gradient: Gradient) -> Gradient:
+    return msgspec.structs.replace(gradient, dtype="float16", size_bytes=2 * gradient.elements)
 
 
 def _at_speed(workload: Workload, samples_per_second: float, accumulate: int) -> Workload:
@@ -229,7 +284,10 @@ def _throughput(
 ) -> float:
     """Predict the samples per second and GPU."""
     count, gpus, batches = (int(row.get(name) or 1) for name in (hosts, each, accumulate))
-    strategy = msgspec.structs.replace(FRAMEWORKS[row.get("framework") or ""], accumulate=batches)
+    framework = _framework(row)
+    strategy = msgspec.structs.replace(framework.strategy, accumulate=batches)
+    if row["precision"] == "amp" and framework.compression.format != "fp32":
+        strategy = msgspec.structs.replace(strategy, gradients=framework.compression)
     predicted: Prediction = predict_step(
         topology, workload, strategy, hosts=min(count, 2), nodes=count, ranks_per_host=gpus
     )

@@ -14,7 +14,7 @@ import msgspec
 from distrib.bandwidth_model import link_curve
 from distrib.bandwidth_model.link_curve import Curve
 from distrib.bandwidth_model.workload import Workload
-from distrib.cluster.hardware_catalog import LinkKind, find_gpu, network_family
+from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu, network_family
 from distrib.cluster.link_spec import LinkSpec, parse_bus_link
 from distrib.cluster.links import Link, intra_node_link, link_between
 from distrib.cluster.node import NodeGroup
@@ -39,6 +39,12 @@ class TransportDefaults(msgspec.Struct, frozen=True):
     """Copies in the memory of a CPU host."""
     gloo_hop_seconds: float = 60e-6
     """Cost of a message of Gloo beyond the latency of the link."""
+    host_copy_bytes_per_second: float = 2 * 3.9e9
+    """NCCL's copies between GPUs through host memory: 3.9 GB/s a channel (NVIDIA/nccl#384; 28 GB/s for eight in #1639), two channels
+    (ncclTopoDupChannels in src/graph/search.cc)."""
+    socket_bytes_per_second: tuple[tuple[str, float], ...] = (("PCIe3", 10e9), ("PCIe4", 16e9), ("PCIe5", 22e9))
+    """Link between the sockets of hosts with such slots: Intel Skylake, AMD, Intel Sapphire Rapids (NVIDIA/nccl@5067397
+    src/graph/topo.h)."""
     ucx_rails: int = 2
     """RDMA ports that MPI uses between two ranks (default of UCX_MAX_RNDV_RAILS). NCCL uses all ports of a host."""
 
@@ -276,6 +282,8 @@ def slowest_inside_host(topology: Topology | None, host: str, workload: Workload
     gpu = group.gpus.spec if group and group.gpus else find_gpu(workload.device)
     if gpu and gpu.peer_bandwidth_bytes_per_second and not nvlink and not measured:
         text, kind, bandwidth = "Infinity Fabric", "nvlink", gpu.peer_bandwidth_bytes_per_second.value
+    elif not nvlink:
+        bandwidth, text = min(_bus_limits(group, gpu, spec_used, ranks))
     if measured:
         own = measured.bandwidth_bytes_per_second
         bandwidth = min(bandwidth, own) if nvlink else own
@@ -287,6 +295,21 @@ def slowest_inside_host(topology: Topology | None, host: str, workload: Workload
         curve=link_curve.linear_curve(spec_used.latency_seconds, bandwidth),
         measured=measured is not None,
     )
+
+
+def _bus_limits(
+    group: NodeGroup | None, gpu: GpuSpec | None, pcie: LinkSpec, ranks: int
+) -> Iterator[tuple[float, str]]:
+    """Yield the limits of a ring over PCIe: the slot, copies through host memory, and the link between sockets."""
+    yield pcie.usable_bytes_per_second, pcie.text
+    described = group.links.peer_to_peer if group and group.links else None
+    if not (described if described is not None else gpu is None or gpu.peer_to_peer):
+        copied = min(TRANSPORTS.host_copy_bytes_per_second, pcie.usable_bytes_per_second)
+        yield copied, f"{pcie.text} through host memory"
+    if group and group.gpus and group.sockets and ranks * group.sockets > group.gpus.count and group.sockets > 1:
+        between = dict(TRANSPORTS.socket_bytes_per_second).get(pcie.model.name)
+        if between:
+            yield between, f"{pcie.text} across sockets"
 
 
 def _measured_ring(topology: Topology, host: str, ranks: int) -> Link | None:

@@ -53,6 +53,8 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Bandwidth that collectives reach over links other than NVLink to all GPUs of the host."""
     compute_capability: Figure | None = None
     """Generation of an NVIDIA GPU, such as 9.0."""
+    peer_to_peer: bool = True
+    """False if its driver copies between GPUs through host memory only."""
 
 
 class CatalogLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +107,7 @@ class _GpuEntry(msgspec.Struct, forbid_unknown_fields=True):
     pcie: tuple[str, str] | None = None
     peer_bandwidth: tuple[str, str] | None = None
     compute_capability: tuple[float, str] | None = None
+    peer_to_peer: tuple[bool, str] | None = None
     note: str = ""
 
 
@@ -184,6 +187,7 @@ def hardware_catalog() -> HardwareCatalog:
                     else None
                 ),
                 compute_capability=figure(*gpu.compute_capability) if gpu.compute_capability else None,
+                peer_to_peer=gpu.peer_to_peer is None or gpu.peer_to_peer[0],
             )
             for gpu in file.gpus
         ),

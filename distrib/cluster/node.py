@@ -56,12 +56,14 @@ class IntraNodeLinks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `nvlink`: generation and number of each GPU's links (`NVLink3 x12`). They lead to a switch (`nvswitch`), or to other GPUs: `pairs` has
     the number for each pair (`0-1: 2`), without it they are divided evenly. `pcie`: the link of each GPU (`PCIe4 x16`).
+    `peer_to_peer`: False if GPUs reach each other through host memory only; None: as the catalogue has it.
     """
 
     nvlink: str | None = None
     nvswitch: bool = False
     pairs: dict[str, int] = {}
     pcie: str | None = None
+    peer_to_peer: bool | None = None
 
     def __post_init__(self) -> None:
         for field, text in (("nvlink", self.nvlink), ("pcie", self.pcie)):
