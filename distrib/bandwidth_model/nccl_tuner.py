@@ -72,6 +72,12 @@ class NcclTuner(msgspec.Struct, frozen=True):
     nvls_efficiency: _Since[float] = ((9.0, 0.85), (10.0, 0.74))
     nvls_latency: float = 46.0
     """Two passes of 23 microseconds, reduction and multicast (aws/aws-ofi-nccl@2daf7d3 src/tuner/nccl_ofi_model.cpp)."""
+    nvls_channels: _Since[int] = ((9.0, 16), (10.0, 24))
+    """Channels of NVLS on one host (`ncclNvlsTuning` in src/transport/nvls.cc)."""
+    nvls_chunks: tuple[tuple[int, int], ...] = ((128 << 10, 64), (64 << 10, 8), (32 << 10, 2), (16 << 10, 0))
+    """Bytes of a chunk, and how many of it each channel and GPU must have at least (`calcCollChunking` in src/enqueue.cc)."""
+    nvls_stages: int = 4
+    """Stages of the pipeline of chunks: scatter, reduce, multicast, gather (src/device/all_reduce.h)."""
     nvls_tree_latency: float = 25.0
     nvls_tree_hop: float = 20.9
     post_overhead: float = 1.0
@@ -240,7 +246,8 @@ def _nvls(job: _Job, size_bytes: float) -> Iterator[float]:
         return
     rate = _since(NCCL_TUNER.nvls_efficiency, job.capability) * job.inside / (1 + 1 / job.each)
     if job.hosts == 1:
-        yield NCCL_TUNER.nvls_latency * 1e-6 + size_bytes / rate
+        filling = (NCCL_TUNER.nvls_stages - 1) * _nvls_chunk_bytes(job, size_bytes) / rate
+        yield NCCL_TUNER.nvls_latency * 1e-6 + filling + size_bytes / rate
         return
     limit = job.channels * _since(NCCL_TUNER.channel_nvls_tree, job.capability)[job.place]
     reduced = job.ranks / (2 * (job.ranks - 1))  # of the bus bandwidth
@@ -250,6 +257,13 @@ def _nvls(job: _Job, size_bytes: float) -> Iterator[float]:
     hops = 2 * math.log2(job.hosts)
     latency = NCCL_TUNER.nvls_tree_latency + hops * (NCCL_TUNER.nvls_tree_hop + job.extra_simple)
     yield latency * 1e-6 + size_bytes / rate
+
+
+def _nvls_chunk_bytes(job: _Job, size_bytes: float) -> float:
+    """Return the bytes that all channels and GPUs have in one stage of the pipeline; less for small buffers."""
+    parallel = job.each * _since(NCCL_TUNER.nvls_channels, job.capability)
+    larger = [parallel * chunk for chunk, least in NCCL_TUNER.nvls_chunks if size_bytes >= least * parallel * chunk]
+    return larger[0]
 
 
 def _correction(protocol: NcclProtocol, size_bytes: float) -> float:
