@@ -223,6 +223,9 @@ def limited_by_slots(topology: Topology | None, network: RingLink, workload: Wor
         return network
     # Through host memory, a gradient crosses a slot twice.
     rate = ranks * pcie.usable_bytes_per_second / (2 if network.gpudirect is False else 1)
+    own_nics = _nics_near(group, network.ports, ranks)
+    if own_nics < network.ports:
+        rate = min(rate, network.bytes_per_second * own_nics / network.ports)
     if rate >= network.bytes_per_second:
         return network
     slots = f"{ranks} x {pcie.text}" if ranks > 1 else pcie.text
@@ -231,6 +234,12 @@ def limited_by_slots(topology: Topology | None, network: RingLink, workload: Wor
         text=f"{network.text} through {slots}" if network.text else slots,
         curve=network.curve.slower(network.bytes_per_second / rate),
     )
+
+
+def _nics_near(group: NodeGroup | None, ports: int, ranks: int) -> int:
+    """Count the NICs nearest to the GPUs of a job: NCCL uses no others (`ncclTopoSelectNets` in src/graph/search.cc)."""
+    gpus = group.gpus.count if group and group.gpus else 0
+    return min(ports, ranks * -(-ports // gpus)) if gpus else ports
 
 
 def _uplink_shares(topology: Topology, link: Link, streams: float) -> list[tuple[float, str]]:

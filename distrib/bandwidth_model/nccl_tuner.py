@@ -84,6 +84,8 @@ class NcclTuner(msgspec.Struct, frozen=True):
     """Microseconds for posting a message of a ring over several hosts; three times as much in Simple."""
     ring_plateau: _Since[float] = ((0.0, 1.9), (8.0, 1.4))
     """Factor of a ring's latency in Simple over several hosts, from 64 bytes per channel and rank."""
+    ring_families: tuple[str, ...] = ("GPUDirect-TCPX",)
+    """Networks with `NCCL_ALGO=Ring` and `NCCL_PROTO=Simple` (Google Cloud's settings, dstackai/dstack docs/examples GCP A3 High)."""
     network_latency_seconds: float = 2.7e-6
     """Latency of InfiniBand, which the hops over the network contain."""
 
@@ -109,6 +111,8 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     channels: int
     extra: float
     """Latency of the network beyond InfiniBand's."""
+    uses_sockets: bool
+    """True for TCP between hosts."""
     extra_simple: float
     """The same in Simple: twice as much with RDMA, for the flush of the NIC's writes to GPU memory."""
 
@@ -122,8 +126,11 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds per byte of a tree.
 
         Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
+        Over sockets one thread sends and receives for both trees: no more than the NIC's rate is seen as bus bandwidth
+        (NVIDIA/nccl#209).
         """
-        return max((1 if self.hosts == 2 else 2) / self.network, (1 if self.each == 2 else 2) / self.inside)
+        is_one_way = self.hosts == 2 and not self.uses_sockets
+        return max((1 if is_one_way else 2) / self.network, (1 if self.each == 2 else 2) / self.inside)
 
 
 def nccl_all_reduce(fabric: Fabric, size_bytes: float, *, channels: int | None = None) -> float:
@@ -135,8 +142,10 @@ def nccl_all_reduce(fabric: Fabric, size_bytes: float, *, channels: int | None =
         channels: Channels over the network; None: derived from the NICs.
     """
     job = _job(fabric, channels)
-    times = [time for protocol in _protocols(fabric, job) for time in _ring_and_tree(job, protocol, size_bytes)]
-    return min([*times, *_nvls(job, size_bytes)])
+    algorithms = (time for protocol in _protocols(fabric, job) for time in _ring_and_tree(job, protocol, size_bytes))
+    if fabric.network and fabric.network.family in NCCL_TUNER.ring_families:
+        return next(algorithms)
+    return min([*algorithms, *_nvls(job, size_bytes)])
 
 
 def network_channels(fabric: Fabric) -> int:
@@ -175,6 +184,7 @@ def _job(fabric: Fabric, channels: int | None) -> _Job:
         network=network.bytes_per_second if network else math.inf,
         channels=channels or 2,
         extra=extra,
+        uses_sockets=network is not None and network.kind == "ethernet",
         extra_simple=2 * extra if network and network.kind != "ethernet" else extra,
     )
 
@@ -197,7 +207,9 @@ def _protocols(fabric: Fabric, job: _Job) -> Iterator[NcclProtocol]:
     for protocol in NCCL_TUNER.protocols:
         if protocol.name == "LL128" and (job.capability < 7.0 or (job.each > 1 and not job.has_nvlink)):
             continue
-        if protocol.name != "Simple" and fabric.network and fabric.network.family == "EFA" and job.capability < 9.0:
+        family = fabric.network.family if fabric.network else ""
+        is_simple_only = family in NCCL_TUNER.ring_families or (family == "EFA" and job.capability < 9.0)
+        if is_simple_only and protocol.name != "Simple":
             continue
         yield protocol
 
