@@ -28,7 +28,12 @@ from distrib.bandwidth_model.fabric import find_fabric
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Gradient, Workload
-from distrib.bandwidth_model.workload_catalog import catalog_workload
+from distrib.bandwidth_model.workload_catalog import (
+    catalog_workload,
+    estimate_compute_rate,
+    network_arithmetic,
+    published_speeds,
+)
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.strategy import Gradients, Strategy
 
@@ -41,8 +46,7 @@ SIZE_RANGES = (
 )
 
 
-@dataclass(frozen=True)
-class Framework:
+class Framework(msgspec.Struct, frozen=True):
     """How a script averages gradients."""
 
     strategy: Strategy = Strategy()
@@ -196,6 +200,19 @@ def summary_table(found: Mapping[Path, list[Result]]) -> str:
     return "\n".join(lines)
 
 
+def speeds_table() -> str:
+    """Format the catalogue's speeds of one GPU, each predicted without itself, as a table of Markdown."""
+    lines = ["|network|GPU|precision|batch|published samples/s|predicted without it|error|", "|-|-|-|-|-|-|-|"]
+    for speed in published_speeds():
+        rate = estimate_compute_rate(speed.network, speed.gpu, speed.precision, excluded=speed)
+        predicted = rate.flop_per_second / network_arithmetic(speed.network).training_flop
+        lines.append(
+            f"|{speed.network}|{speed.gpu}|{speed.precision}|{speed.batch}|{speed.samples_per_second:g}|{predicted:.4g}|"
+            f"{predicted / speed.samples_per_second - 1:+.1%}|"
+        )
+    return "\n".join(lines)
+
+
 def _groups(results: list[Result], tests: Mapping[str, Callable[[Result], bool]]) -> dict[str, dict[str, Any]]:
     members = {name: [one for one in results if test(one)] for name, test in tests.items()}
     return {name: summary(some) for name, some in members.items() if some}
@@ -339,6 +356,7 @@ def markdown(found: Mapping[Path, list[Result]]) -> str:
     """
     parts = ["# Published results, predicted from the catalogue\n", summary_table(found) + "\n"]
     parts += [f"## {path.name}\n\n{table(results)}\n" for path, results in found.items()]
+    parts += [f"## Speeds of one GPU in the catalogue\n\n{speeds_table()}\n"]
     return "\n".join(parts)
 
 

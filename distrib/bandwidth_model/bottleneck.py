@@ -208,7 +208,7 @@ def _staged_bandwidth(topology: Topology, link: Link) -> float:
 
 
 def limited_by_slots(topology: Topology | None, network: RingLink, workload: Workload, ranks: int) -> RingLink:
-    """Limit the link of a host to what the PCIe slots of its GPUs carry.
+    """Limit the link of a host to the PCIe slots of its GPUs and the NICs nearest to them.
 
     Args:
         topology: The cluster.
@@ -223,15 +223,15 @@ def limited_by_slots(topology: Topology | None, network: RingLink, workload: Wor
         return network
     # Through host memory, a gradient crosses a slot twice.
     rate = ranks * pcie.usable_bytes_per_second / (2 if network.gpudirect is False else 1)
-    own_nics = _nics_near(group, network.ports, ranks)
-    if own_nics < network.ports:
-        rate = min(rate, network.bytes_per_second * own_nics / network.ports)
+    slots = f"through {ranks} x {pcie.text}" if ranks > 1 else f"through {pcie.text}"
+    nics = _nics_near(group, network.ports, ranks)
+    if nics < network.ports and network.bytes_per_second * nics / network.ports < rate:
+        rate, slots = network.bytes_per_second * nics / network.ports, f"by {nics} near {ranks} GPUs"
     if rate >= network.bytes_per_second:
         return network
-    slots = f"{ranks} x {pcie.text}" if ranks > 1 else pcie.text
     return msgspec.structs.replace(
         network,
-        text=f"{network.text} through {slots}" if network.text else slots,
+        text=f"{network.text} {slots}" if network.text else slots,
         curve=network.curve.slower(network.bytes_per_second / rate),
     )
 

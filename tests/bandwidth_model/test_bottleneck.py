@@ -235,3 +235,33 @@ def test_rdma_ports_unused_by_mpi_count_for_nccl():
     described = slowest_between_hosts(parse_topology(text, "h100.yaml"), tuple(hosts), gpus=True).bytes_per_second
     assert wire(96e9).bytes_per_second == pytest.approx(described, rel=0.06)
     assert wire(48e9).bytes_per_second == pytest.approx(192e9)
+
+
+PCIE_HOST = "nodes: [{hosts: 'n[1-2]', SOCKETS gpus: {kind: GPU, count: 8}, links: {pcie: PCIe4 x16, LINKS}, nics: [{name: eth0, rate: 10 GbE}]}]"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "links", "sockets", "ranks", "gigabytes", "text"),
+    [
+        ("RTX-4090", "nvswitch: no", "", 2, 7.8, "through host memory"),
+        ("RTX-4090", "peer_to_peer: yes", "", 2, 26.2, "PCIe4 x16"),
+        ("L40S", "peer_to_peer: no", "", 2, 7.8, "through host memory"),
+        ("L40S", "nvswitch: no", "sockets: 2,", 4, 26.2, "PCIe4 x16"),
+        ("L40S", "nvswitch: no", "sockets: 2,", 5, 16, "across sockets"),
+    ],
+)
+def test_copies_through_host_memory_and_across_sockets_limit_pcie(gpu, links, sockets, ranks, gigabytes, text):
+    host = PCIE_HOST.replace("GPU", gpu).replace("LINKS", links).replace("SOCKETS", sockets)
+    found = slowest_inside_host(parse_topology(host, "x"), "n1", job(device=gpu), ranks)
+    assert found.bytes_per_second == pytest.approx(gigabytes * 1e9, rel=0.01)
+    assert text in found.text
+
+
+@pytest.mark.parametrize(("ranks", "nics"), [(1, 1), (2, 2), (4, 4), (8, 4)])
+def test_a_rank_uses_the_nics_near_its_gpu(ranks, nics):
+    text = POD.replace("rate: EDR", "rate: EDR, gpudirect: yes")
+    one, used = (
+        find_fabric(parse_topology(each, "x"), job(device="V100"), 2, count).network.bytes_per_second
+        for each, count in ((text.replace("mlx5_[0-3]", "mlx5_0"), 8), (text, ranks))
+    )
+    assert used == pytest.approx(nics * one, rel=0.1)

@@ -92,12 +92,22 @@ def test_nccl_bus_bandwidth_on_one_host_matches_published_figures():
 
 def test_a_rank_gets_no_more_of_the_nics_than_its_slot_carries():
     text = """nodes: [{hosts: 'h[1-2]', gpus: {kind: H100, count: 8}, links: {nvlink: NVLink4 x18, nvswitch: yes},
-        nics: [{name: 'mlx5_[0-7]', rate: NDR, gpudirect: yes}]}]"""
+        nics: [{name: 'mlx5_[0-7]', rate: XDR, gpudirect: yes}]}]"""
     topology = parse_topology(text, "h100")
     one, all_of_them = (find_fabric(topology, job(device="H100"), 2, each).network for each in (1, 8))
     assert one.bytes_per_second == pytest.approx(16 * 3.93846154e9 * 0.88)
     assert "PCIe5 x16" in one.text
-    assert all_of_them.bytes_per_second == pytest.approx(8 * 50e9 * 0.95)
+    assert all_of_them.bytes_per_second == pytest.approx(8 * 16 * 3.93846154e9 * 0.88)
+
+
+def test_gpudirect_tcpx_has_rings_only():
+    host = "nodes: [{hosts: 'h[1-2]', gpus: {kind: H100, count: 8}, links: {nvlink: NVLink4 x18, nvswitch: yes}, nics: [NIC]}]"
+    named, plain = (
+        find_fabric(parse_topology(host.replace("NIC", nic), "h100"), job(device="H100"), 2, 8)
+        for nic in ("{name: 'tcpx[0-3]', kind: RoCE, rate: 200Gb/s}", "{name: 'gve[0-3]', kind: RoCE, rate: 200Gb/s}")
+    )
+    assert collective_cost.all_reduce(named, 1 << 20) > 2 * collective_cost.all_reduce(plain, 1 << 20)
+    assert collective_cost.all_reduce(named, 4 << 30) > collective_cost.all_reduce(plain, 4 << 30)
 
 
 def test_the_latency_of_a_network_follows_from_the_names_of_its_devices():

@@ -104,7 +104,8 @@ def nvidia(
 
 def test_switches_reduce_from_hopper_on():
     # NVLS: 2 x 23, and 1 GB x (1 + 1/8) / (0.85 x 360 GB/s). The ring would take 4917.
-    assert nvidia(1, 1e9, 9.0) == pytest.approx(46 + 3676.4706, rel=1e-5)
+    # Three stages of the pipeline fill with 8 x 16 chunks of 64 KiB at 272 GB/s.
+    assert nvidia(1, 1e9, 9.0) == pytest.approx(46 + 3 * 128 * 65536 / 272e3 + 3676.4706, rel=1e-5)
     assert nvidia(1, 1e9, 8.0) == pytest.approx(8.4 + 14 * 3.4 + 4861.1111, rel=1e-5)
     # NVLSTree: 25 + 2 x 20.9, and 1 GB / (8 x 57.7 GB/s x 16/30).
     assert nvidia(2, 1e9, 9.0, rate=368e9) == pytest.approx(66.8 + 1e9 / (8 * 57.7e3 * 16 / 30), rel=1e-5)

@@ -34,6 +34,7 @@ class Case(NamedTuple):
     hosts: int
     each: int
     strategy: Strategy
+    links: str = ""
 
     def predict(self, **changed: object) -> Prediction:
         case = self._replace(**changed)
@@ -44,7 +45,8 @@ class Case(NamedTuple):
 
     @property
     def topology(self):
-        text = f"nodes: [{{hosts: 'n[1-2]', gpus: {{kind: {self.gpu}, count: 8}}, links: {{{GPUS[self.gpu]}}}, nics: [{{{self.nic}}}]}}]"
+        links = self.links or GPUS[self.gpu]
+        text = f"nodes: [{{hosts: 'n[1-2]', gpus: {{kind: {self.gpu}, count: 8}}, links: {{{links}}}, nics: [{{{self.nic}}}]}}]"
         return parse_topology(text, "case")
 
 
@@ -102,4 +104,14 @@ def test_a_larger_batch_never_lowers_efficiency(case, more):
 @given(case=cases, nic=st.sampled_from(RDMA))
 def test_gpudirect_off_is_never_faster(case, nic):
     with_it, without = (case.predict(nic=f"{nic}, gpudirect: {value}").step_seconds for value in ("yes", "no"))
+    assert without >= with_it * (1 - ROUNDING)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases)
+def test_copies_through_host_memory_are_never_faster(case):
+    links = GPUS["RTX-4090"]
+    with_it, without = (
+        case.predict(gpu="RTX-4090", links=f"{links}, peer_to_peer: {value}").step_seconds for value in ("yes", "no")
+    )
     assert without >= with_it * (1 - ROUNDING)
