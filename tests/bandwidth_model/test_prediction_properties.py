@@ -21,8 +21,14 @@ GPUS = {
     "H100-SXM5-80GB": "nvlink: NVLink4 x18, nvswitch: yes",
     "B200": "nvlink: NVLink5 x18, nvswitch: yes",
     "RTX-4090": "pcie: PCIe4 x16",
+    "L40S": "pcie: PCIe4 x16",
 }
-RDMA = ["name: 'mlx5_[0-7]', rate: NDR", "name: mlx5_0, rate: EDR", "name: 'efa[0-31]', rate: 100Gb/s, kind: RoCE"]
+RDMA = [
+    "name: 'mlx5_[0-7]', rate: NDR",
+    "name: 'tcpx[0-3]', rate: 200Gb/s, kind: RoCE",
+    "name: mlx5_0, rate: EDR",
+    "name: 'efa[0-31]', rate: 100Gb/s, kind: RoCE",
+]
 TCP = ["name: eth0, rate: 25 GbE", "name: eth0, rate: 100 GbE"]
 
 
@@ -68,6 +74,7 @@ cases = st.builds(
     hosts=st.integers(1, 200),
     each=st.sampled_from([1, 2, 4, 8]),
     strategy=st.sampled_from(STRATEGIES),
+    links=st.just(""),
 )
 
 
