@@ -111,8 +111,6 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     channels: int
     extra: float
     """Latency of the network beyond InfiniBand's."""
-    uses_sockets: bool
-    """True for TCP between hosts."""
     extra_simple: float
     """The same in Simple: twice as much with RDMA, for the flush of the NIC's writes to GPU memory."""
 
@@ -126,11 +124,8 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds per byte of a tree.
 
         Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
-        Over sockets one thread sends and receives for both trees: no more than the NIC's rate is seen as bus bandwidth
-        (NVIDIA/nccl#209).
         """
-        is_one_way = self.hosts == 2 and not self.uses_sockets
-        return max((1 if is_one_way else 2) / self.network, (1 if self.each == 2 else 2) / self.inside)
+        return max((1 if self.hosts == 2 else 2) / self.network, (1 if self.each == 2 else 2) / self.inside)
 
 
 def nccl_all_reduce(fabric: Fabric, size_bytes: float, *, channels: int | None = None) -> float:
@@ -184,7 +179,6 @@ def _job(fabric: Fabric, channels: int | None) -> _Job:
         network=network.bytes_per_second if network else math.inf,
         channels=channels or 2,
         extra=extra,
-        uses_sockets=network is not None and network.kind == "ethernet",
         extra_simple=2 * extra if network and network.kind != "ethernet" else extra,
     )
 
