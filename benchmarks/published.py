@@ -77,8 +77,8 @@ FRAMEWORK_OF_SOURCE = {
 NVIDIA/DeepLearningExamples@729963dd. PyTorch BERT: run_pretraining.py has one DDP bucket of all gradients and 16-bit parameters;
 run_squad.py, which Lambda runs too, has apex's DistributedDataParallel and amp O2. Lambda's logs of bert_base_squad, which is in no
 row, show no overlap: two GPUs lose time in proportion to the bytes, 6.6 to 6.8 GB/s on RTX 4090 and 7.8 to 9.0 GB/s on V100.
-TensorFlow 2 BERT: model_training_utils.py calls `hvd.allreduce` after accumulation; fine-tuning compiles backward by XLA into
-clusters, which end before Horovod's operations. `Compression.fp16` in amp.
+TensorFlow 2 BERT: model_training_utils.py calls `hvd.allreduce` after accumulation, with `Compression.fp16` in amp. Fine-tuning
+(squad_config.sh) compiles backward by XLA into clusters, which end before Horovod's operations.
 """
 NODE_OF_SOURCE = {
     ("lambdal/deeplearning-benchmark", "V100"): "gpus: {kind: V100-SXM2-16GB, count: 8}, links: {peer_to_peer: no}",

@@ -85,7 +85,8 @@ class NcclTuner(msgspec.Struct, frozen=True):
     ring_plateau: _Since[float] = ((0.0, 1.9), (8.0, 1.4))
     """Factor of a ring's latency in Simple over several hosts, from 64 bytes per channel and rank."""
     ring_families: tuple[str, ...] = ("GPUDirect-TCPX",)
-    """Networks with `NCCL_ALGO=Ring` and `NCCL_PROTO=Simple` (Google Cloud's settings, dstackai/dstack docs/examples GCP A3 High)."""
+    """Networks with `NCCL_ALGO=Ring` and `NCCL_PROTO=Simple` (Google's guide to GPUDirect-TCPX, as dstack's example of
+    A3 High quotes it)."""
     network_latency_seconds: float = 2.7e-6
     """Latency of InfiniBand, which the hops over the network contain."""
 
