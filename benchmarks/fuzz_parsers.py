@@ -22,7 +22,7 @@ import torch
 from fuzz_inputs import ROOT, binary, documented, example, examples, option_samples, tables, texts
 
 from distrib import strategy, units
-from distrib.bandwidth_model import hypothetical, workload_catalog
+from distrib.bandwidth_model import hypothetical, workload
 from distrib.bandwidth_model.workload import Workload, validate_workload
 from distrib.cluster import hardware_catalog, hostfile, inventory, link_spec, measurements_io, node, slurm, topology
 from distrib.cluster.measurements import Measurements
@@ -307,7 +307,7 @@ def read_profile(text: str) -> None:
 
 
 def read_workload(text: str) -> object:
-    return validate_workload(workload_catalog.read_workload(file_of(text, "w.json")))
+    return validate_workload(workload.read_workload(file_of(text, "w.json")))
 
 
 def read_reply(text: str) -> object:

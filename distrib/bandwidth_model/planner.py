@@ -14,7 +14,7 @@ from distrib.bandwidth_model.memory_estimate import MemoryEstimate
 from distrib.bandwidth_model.prediction import Prediction, ScalingLimit
 from distrib.bandwidth_model.recommendations import HostSubset, Recommendation, find_faster_subset, recommend
 from distrib.bandwidth_model.scaling import find_job, needed_bandwidth, predict_limit, predict_step
-from distrib.bandwidth_model.workload import Workload
+from distrib.bandwidth_model.workload import Workload, is_workload_file, read_workload
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError
 
@@ -131,8 +131,8 @@ def select_workload(given: str, gpu: str | None, cluster_gpu: str | None, batch:
     Raises:
         ConfigError: The workload is unknown or invalid, or no GPU is known.
     """
-    if workload_catalog.is_workload_file(given):
-        found = workload_catalog.read_workload(given)
+    if is_workload_file(given):
+        found = read_workload(given)
         return workload_catalog.scaled_workload(found, batch=batch, gpu=gpu) if batch or gpu else found
     kind = gpu or cluster_gpu
     if kind is None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -11,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from distrib.errors import ConfigError
+from distrib.utils import files
 from distrib.utils.json_text import encode_json
 
 ELEMENT_BYTES = {
@@ -105,6 +109,50 @@ def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", code="file-not-written") from None
+
+
+def read_workload(path: str | os.PathLike[str]) -> Workload:
+    """Read a profile that `distrib-launch --profile` wrote.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: The file is not a valid profile; with the path inside.
+    """
+    shown = os.fspath(path)
+    again = "write one with distrib-launch --profile FILE SCRIPT"
+    try:
+        # json reads NaN and infinities, which are then reported by field. An integer beyond the range of floats is read as infinity.
+        content = json.loads(
+            Path(path).read_bytes(), parse_int=lambda text: int(text) if len(text) < 309 else float(text)
+        )
+        found = msgspec.convert(content, Workload)
+    except OSError as error:
+        raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again, code="file-unreadable") from None
+    except msgspec.ValidationError as error:
+        unknown = re.match(r"Object contains unknown field `(.*?)`", str(error))
+        fields = [field.name for kind in (Workload, Gradient) for field in msgspec.structs.fields(kind)]
+        near = difflib.get_close_matches(unknown[1], fields, n=1) if unknown else []
+        raise ConfigError(
+            f"{shown}: {error}", hint=f"did you mean {near[0]}?" if near else again, code="workload-invalid"
+        ) from None
+    except json.JSONDecodeError as error:
+        what = f"{shown}:{error.lineno}: is not valid JSON: {error.msg}"
+        raise ConfigError(what, hint=again, code="workload-invalid") from None
+    except (ValueError, RecursionError) as error:
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "is not UTF-8 JSON"
+        raise ConfigError(f"{shown}: {what}", hint=again, code="workload-invalid") from None
+    return validate_workload(found, shown)
+
+
+def is_workload_file(given: str) -> bool:
+    """Test if `--workload` names a file, not a catalogued network.
+
+    Args:
+        given: The value of the option.
+    """
+    return files.is_file(given) or "/" in given or given.endswith(".json")
 
 
 def validate_workload(workload: Workload, source: str = "workload") -> Workload:

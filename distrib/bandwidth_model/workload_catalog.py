@@ -1,4 +1,4 @@
-"""Workload catalogue: published training speeds, scaled to any catalogued GPU, and profiles in files.
+"""Workload catalogue: published training speeds, scaled to any catalogued GPU.
 
 The figures and their sources are in `workload_catalog.yaml`. A measured profile is more accurate.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +18,7 @@ from distrib import units
 from distrib.bandwidth_model import architectures
 from distrib.bandwidth_model.architectures import NetworkArithmetic
 from distrib.bandwidth_model.memory_estimate import MemoryChange, MemoryEstimate, changes_that_fit, network_memory
-from distrib.bandwidth_model.workload import Gradient, Workload, validate_workload
+from distrib.bandwidth_model.workload import Gradient, Workload
 from distrib.cluster.hardware_catalog import (
     CatalogSource,
     GpuSpec,
@@ -30,7 +28,6 @@ from distrib.cluster.hardware_catalog import (
     read_catalog_file,
 )
 from distrib.errors import ConfigError
-from distrib.utils import files
 
 Precision = Literal["amp", "tf32", "fp32"]
 PATH = Path(__file__).with_name("workload_catalog.yaml")
@@ -197,50 +194,6 @@ def catalog_memory(workload: Workload, *, ranks: int, device_bytes: int | None) 
 def published_speeds() -> tuple[PublishedSpeed, ...]:
     """List the published training speeds."""
     return _file().speeds
-
-
-def read_workload(path: str | os.PathLike[str]) -> Workload:
-    """Read a profile that `distrib-launch --profile` wrote.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ConfigError: The file is not a valid profile; with the path inside.
-    """
-    shown = os.fspath(path)
-    again = "write one with distrib-launch --profile FILE SCRIPT"
-    try:
-        # json reads NaN and infinities, which are then reported by field. An integer beyond the range of floats is read as infinity.
-        content = json.loads(
-            Path(path).read_bytes(), parse_int=lambda text: int(text) if len(text) < 309 else float(text)
-        )
-        found = msgspec.convert(content, Workload)
-    except OSError as error:
-        raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again, code="file-unreadable") from None
-    except msgspec.ValidationError as error:
-        unknown = re.match(r"Object contains unknown field `(.*?)`", str(error))
-        fields = [field.name for kind in (Workload, Gradient) for field in msgspec.structs.fields(kind)]
-        near = difflib.get_close_matches(unknown[1], fields, n=1) if unknown else []
-        raise ConfigError(
-            f"{shown}: {error}", hint=f"did you mean {near[0]}?" if near else again, code="workload-invalid"
-        ) from None
-    except json.JSONDecodeError as error:
-        what = f"{shown}:{error.lineno}: is not valid JSON: {error.msg}"
-        raise ConfigError(what, hint=again, code="workload-invalid") from None
-    except (ValueError, RecursionError) as error:
-        what = "is nested too deeply" if isinstance(error, RecursionError) else "is not UTF-8 JSON"
-        raise ConfigError(f"{shown}: {what}", hint=again, code="workload-invalid") from None
-    return validate_workload(found, shown)
-
-
-def is_workload_file(given: str) -> bool:
-    """Test if `--workload` names a file, not a catalogued network.
-
-    Args:
-        given: The value of the option.
-    """
-    return files.is_file(given) or "/" in given or given.endswith(".json")
 
 
 def scaled_workload(workload: Workload, *, batch: int | None = None, gpu: str | None = None) -> Workload:

@@ -22,7 +22,7 @@ from distrib.bandwidth_model.recommendations import (
     recommend,
 )
 from distrib.bandwidth_model.scaling import fewer_cpus_notes, predict_limit, predict_step
-from distrib.bandwidth_model.workload import Workload
+from distrib.bandwidth_model.workload import Workload, is_workload_file
 from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
@@ -53,7 +53,7 @@ def _find_workload(
         if found is None:
             return None
         given = str(found)
-    origin = given if workload_catalog.is_workload_file(given) else "the catalogue"
+    origin = given if is_workload_file(given) else "the catalogue"
     hint = "describe the hosts' GPUs in a topology file (--topology)"
     return select_workload(given, None, first_gpu_kind(topology, hosts), None, hint=hint), origin
 

@@ -10,12 +10,11 @@ import msgspec
 import pytest
 
 from distrib.bandwidth_model import workload_catalog
-from distrib.bandwidth_model.workload import Workload, validate_workload
+from distrib.bandwidth_model.workload import Workload, read_workload, validate_workload
 from distrib.bandwidth_model.workload_catalog import (
     catalog_workload,
     network_arithmetic,
     on_cpus,
-    read_workload,
     scaled_workload,
 )
 from distrib.errors import ConfigError

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from distrib.bandwidth_model.workload_catalog import read_workload
+from distrib.bandwidth_model.workload import read_workload
 from tests.conftest import SCRIPTS, TOPO
 from tests.virtual_cluster.calm import repeat_if_spoiled
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from distrib.bandwidth_model.workload_catalog import read_workload
+from distrib.bandwidth_model.workload import read_workload
 from distrib.training import profiler
 from distrib_launch.cli import launch as launch_command
 from tests import fork_server

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from distrib.bandwidth_model.workload import Gradient, write_workload
-from distrib.bandwidth_model.workload_catalog import catalog_workload, read_workload
+from distrib.bandwidth_model.workload import Gradient, read_workload, write_workload
+from distrib.bandwidth_model.workload_catalog import catalog_workload
 from distrib.cluster.topology import age_notes, parse_topology
 from distrib_launch.cli import launch, topo
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
