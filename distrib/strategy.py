@@ -20,6 +20,9 @@ from distrib.utils.json_text import decode_json
 Mode = str
 """A name in `STRATEGIES`."""
 AllReduce = Literal["auto", "flat", "hierarchical"]
+Shard = Literal["none", "grads", "host", "all"]
+"""`all`: FSDP, ZeRO-3. `host`: HSDP, inside each host, replicated between hosts. `grads`: as `all`, but parameters are gathered once a
+batch, ZeRO-2."""
 
 
 STRATEGIES = {
@@ -188,6 +191,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """`hierarchical`: inside each host first, then between hosts."""
     bucket_bytes: int | None = None
     """Bytes of gradients in one all-reduce."""
+    shard: Shard = "none"
+    """Ranks among which parameters, gradients and optimizer state are divided. The bandwidth model predicts it; ranks do not train so yet."""
     accumulate: int = 1
     """Batches whose mean gradient is all-reduced and used by one optimizer step."""
     balance: bool = False
@@ -234,6 +239,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 _MODE_OF_FIELD: dict[str, Mode] = {
     "all_reduce": "sync",
     "bucket_bytes": "sync",
+    "shard": "sync",
     "inner_steps": "local",
     "outer": "local",
     **dict.fromkeys(
@@ -288,6 +294,8 @@ def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
             f"--overlap-steps {overlap_steps}, expected less than the {strategy.steps_per_round} steps of a round",
             hint="overlap fewer steps, or give more --inner-steps",
         )
+    if strategy.shard != "none":
+        _check_sharding(strategy)
     if strategy.backend == "horovod":
         if strategy.mode != "sync":
             raise ConfigError(
@@ -333,6 +341,7 @@ def _all_options(strategy: Strategy) -> dict[str, tuple[str, ...]]:
         "gradients": strategy.gradients,
         "all-reduce": strategy.all_reduce,
         "bucket": None if bucket is None else units.format_size(bucket).replace(" ", ""),
+        "shard": strategy.shard,
         "accumulate": strategy.accumulate,
         "inner-steps": strategy.inner_steps,
         "outer": f"{outer.lr}:{outer.momentum}",
@@ -356,6 +365,22 @@ def _all_options(strategy: Strategy) -> dict[str, tuple[str, ...]]:
 def _option(field: str, value: object) -> str:
     """Return the option that sets a field."""
     return strategy_options(msgspec.structs.replace(Strategy(), **{field: value}))[0]
+
+
+def _check_sharding(strategy: Strategy) -> None:
+    if strategy.gradients.format not in ("fp32", "fp16", "bf16"):
+        raise ConfigError(
+            f"--shard {strategy.shard} does not support --gradients {strategy.gradients}",
+            hint="use fp32, fp16 or bf16",
+            code="option-conflict",
+        )
+    for field in ("all_reduce", "bucket_bytes", "backend", "balance"):
+        if (value := getattr(strategy, field)) != getattr(Strategy(), field):
+            raise ConfigError(
+                f"{_option(field, value)} does not apply with --shard {strategy.shard}",
+                hint="leave it out",
+                code="option-conflict",
+            )
 
 
 def _check_async(strategy: Strategy) -> None:

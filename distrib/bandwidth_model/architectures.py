@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from typing import Literal, NamedTuple
 
 import msgspec
 
+Checkpointing = Literal["none", "selective", "full"]
+"""Activation checkpointing. `full`: backward computes each block again from its input. `selective`: half of the activations are kept,
+and half of the matrix products are done again, as in torchtitan, which keeps attention and every second product.
+"""
+
+
+BLOCK_NAME = re.compile(r"(.*?\.\d+)\.")
+"""Up to the first number of a parameter's name: `model.layers.3` of `model.layers.3.mlp.up.weight`."""
+
 
 class LayerParameter(NamedTuple):
-    """A parameter tensor; `products`: multiply-adds of its layer in the forward pass of one sample."""
+    """A parameter tensor; `products`: multiply-adds of its layer in the forward pass of one sample, `scores` of them of attention."""
 
     name: str
     elements: int
     products: int = 0
+    scores: int = 0
 
 
 class Activations(NamedTuple):
@@ -55,17 +66,21 @@ class NetworkArithmetic(msgspec.Struct, frozen=True, kw_only=True):
     tail_products: int = 0
     tail_elements: int = 0
 
-    def activation_bytes(self, element_bytes: int, *, checkpointing: bool = False) -> int:
+    def activation_bytes(self, element_bytes: int, *, checkpointing: Checkpointing = "none") -> int:
         """Return the bytes that forward keeps for backward.
 
         Args:
             element_bytes: Bytes of an element of the products: 2 with autocast, else 4.
-            checkpointing: True to keep only the inputs of the blocks, and one block at a time.
+            checkpointing: `full` keeps only the inputs of the blocks, and one block at a time; `selective` half of the rest.
         """
         kept = [block.kept.size(element_bytes) for block in self.blocks]
         inputs = [block.input.size(element_bytes) for block in self.blocks]
         largest = max((whole - own for whole, own in zip(kept, inputs, strict=True)), default=0)
-        blocks = sum(inputs) + largest if checkpointing else sum(kept)
+        blocks = {
+            "none": sum(kept),
+            "selective": (sum(inputs) + sum(kept)) // 2,
+            "full": sum(inputs) + largest,
+        }[checkpointing]
         return blocks + self.others.size(element_bytes)
 
     @property
@@ -87,6 +102,19 @@ class NetworkArithmetic(msgspec.Struct, frozen=True, kw_only=True):
     def training_flop(self) -> int:
         """Operations of forward and backward pass of a sample: two per product, backward twice as many."""
         return 6 * self.forward_products
+
+    def step_flop(self, checkpointing: Checkpointing) -> int:
+        """Return the operations of forward and backward of a sample, with those that checkpointing repeats.
+
+        Args:
+            checkpointing: `full` repeats all of the blocks, `selective` half of their matrix products and no attention.
+        """
+        inside = [one for one in self.parameters if BLOCK_NAME.match(one.name)]
+        if checkpointing == "none" or not self.blocks:
+            return self.training_flop
+        if checkpointing == "full":
+            return self.training_flop + 2 * sum(one.products for one in inside)
+        return self.training_flop + sum(one.products - one.scores for one in inside)
 
 
 class _Convolutions:
@@ -279,7 +307,7 @@ def _block(name: str, width: int, tokens: int) -> list[LayerParameter]:
     weight, bias = _dense(f"{name}.attention.qkv", width, 3 * width, times=tokens)
     return [
         *_scale(f"{name}.norm1", width),
-        weight._replace(products=weight.products + scores),
+        weight._replace(products=weight.products + scores, scores=scores),
         bias,
         *_dense(f"{name}.attention.out", width, width, times=tokens),
         *_scale(f"{name}.norm2", width),

@@ -99,6 +99,45 @@ def all_reduce(fabric: Fabric, size_bytes: float, *, hierarchical: bool = False)
     return _gloo_hierarchical(fabric, size_bytes) if hierarchical else _gloo_ring(fabric, size_bytes)
 
 
+def all_gather(fabric: Fabric, size_bytes: float) -> float:
+    """Compute the seconds of an all-gather, or of a reduce-scatter, over all ranks of a job.
+
+    Args:
+        fabric: The links of the job.
+        size_bytes: Bytes of the whole buffer: what each rank has afterwards, or before a reduce-scatter.
+    """
+    if fabric.ranks == 1 or size_bytes <= 0:
+        return 0.0
+    if fabric.gpus:
+        return nccl_tuner.nccl_all_gather(fabric, size_bytes) * _measured_ratio(fabric, size_bytes)
+    return _gloo_ring(fabric, size_bytes) / 2
+
+
+def one_host(fabric: Fabric) -> Fabric:
+    """Return the ranks of one host.
+
+    Args:
+        fabric: The links of the job.
+    """
+    return msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, network=None, collectives=())
+
+
+def between_hosts(fabric: Fabric, size_bytes: float) -> float:
+    """Compute the seconds in which each rank of a host all-reduces its share with its peers on other hosts, all at the same time.
+
+    Args:
+        fabric: The links of the job.
+        size_bytes: Bytes of all shares of a host.
+    """
+    if fabric.hosts == 1 or size_bytes <= 0:
+        return 0.0
+    if not fabric.gpus:
+        return _gloo_hierarchical(msgspec.structs.replace(fabric, ranks_per_host=1), size_bytes)
+    others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, intra_node=None)
+    # The shares of all local ranks use the host's NICs at the same time and take as long as the whole.
+    return nccl_tuner.nccl_all_reduce(others, size_bytes, channels=nccl_tuner.network_channels(fabric))
+
+
 def _gloo_ring(fabric: Fabric, size_bytes: float) -> float:
     if fabric.network is None:
         return ring_all_reduce(fabric.ranks, size_bytes, fabric.intra_node.curve) if fabric.intra_node else 0.0
@@ -154,11 +193,15 @@ def _from_measured(measured: tuple[tuple[int, Curve], ...], ranks: int, size_byt
 
 def _nccl(fabric: Fabric, size_bytes: float) -> float:
     """Scale NCCL's tuner model by the measurement over the most similar number of ranks."""
-    seconds = nccl_tuner.nccl_all_reduce(fabric, size_bytes)
+    return nccl_tuner.nccl_all_reduce(fabric, size_bytes) * _measured_ratio(fabric, size_bytes)
+
+
+def _measured_ratio(fabric: Fabric, size_bytes: float) -> float:
+    """Divide a measured NCCL all-reduce by the tuner's time for it; 1 without a measurement."""
     nearest = min(fabric.collectives, key=lambda one: abs(math.log(one.ranks / fabric.ranks)), default=None)
     seen = dict(_by_count(fabric.collectives)).get(nearest.ranks) if nearest else None
     if nearest is None or seen is None:
-        return seconds
+        return 1.0
     hosts = len(nearest.hosts)
     each = nearest.ranks // hosts
     there = msgspec.structs.replace(
@@ -168,15 +211,9 @@ def _nccl(fabric: Fabric, size_bytes: float) -> float:
         ranks_per_host=each,
         intra_node=fabric.intra_node if each > 1 else None,
     )
-    return seconds * seen.seconds(size_bytes) / nccl_tuner.nccl_all_reduce(there, size_bytes)
+    return seen.seconds(size_bytes) / nccl_tuner.nccl_all_reduce(there, size_bytes)
 
 
 def _nccl_hierarchical(fabric: Fabric, size_bytes: float) -> float:
     """Add three collectives in sequence: the two inside the host together cost one all-reduce there."""
-    host = msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, network=None)
-    others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, intra_node=None)
-    # The shares of all local ranks use the host's NICs at the same time and take as long as the whole.
-    channels = nccl_tuner.network_channels(fabric)
-    return nccl_tuner.nccl_all_reduce(host, size_bytes) + nccl_tuner.nccl_all_reduce(
-        others, size_bytes, channels=channels
-    )
+    return nccl_tuner.nccl_all_reduce(one_host(fabric), size_bytes) + between_hosts(fabric, size_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from distrib.bandwidth_model.architectures import NetworkArithmetic
+from distrib.bandwidth_model.architectures import Checkpointing, NetworkArithmetic
 from distrib.units import size_text
 
 USABLE_FRACTION = 0.95
@@ -50,7 +50,9 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_bytes: int
     """State of the optimizer on the device, such as Adam's two moments."""
     bucket_bytes: int
-    """Buckets in which DistributedDataParallel sends the gradients; 0 with one rank."""
+    """Buckets in which DistributedDataParallel sends the gradients; 0 with one rank, and with sharding."""
+    gathered_bytes: int = 0
+    """With sharding: parameters of two blocks and the gradients of one, not sharded; with `--shard grads`, all parameters."""
     activation_bytes: int
     """Tensors that autograd keeps from forward for backward, with the batch itself and 16-bit copies of weights."""
     peak_bytes: int
@@ -74,7 +76,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
             "parameters": self.parameter_bytes,
             "gradients": self.gradient_bytes,
             "optimizer state": self.optimizer_bytes,
-            "buckets": self.bucket_bytes,
+            **({"gathered blocks": self.gathered_bytes} if self.gathered_bytes else {"buckets": self.bucket_bytes}),
             "activations": self.activation_bytes,
         }
 
@@ -168,9 +170,14 @@ def network_memory(
     moments: int,
     step_copies: int,
     ranks: int,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = "none",
+    shards: int = 1,
+    gathered: int = 0,
 ) -> MemoryEstimate:
-    """Estimate the memory of a network with parameters in 32 bits.
+    """Estimate the memory of a network with parameters in 32 bits, whole or sharded.
+
+    Sharded, 16 bytes per parameter are divided with Adam: parameter, gradient and two moments (ZeRO, arXiv:1910.02054, section 3.1, in
+    32 bits). Gathered parameters and their gradients come in the type of the products.
 
     Args:
         network: The network.
@@ -179,8 +186,20 @@ def network_memory(
         moments: Values that the optimizer keeps for each parameter.
         step_copies: Temporary values for each parameter in the optimizer's step.
         ranks: Ranks of the job.
-        checkpointing: True to keep only the inputs of the blocks.
+        checkpointing: Activation checkpointing.
+        shards: Ranks that share parameters, gradients and optimizer state.
+        gathered: With sharding: parameters and gradients that are whole at a time.
     """
+    if shards > 1:
+        return _sharded_memory(
+            network,
+            batch=batch,
+            half=half,
+            moments=moments,
+            shards=shards,
+            gathered=gathered,
+            checkpointing=checkpointing,
+        )
     parameters = 4 * network.elements
     buckets = parameters if ranks > 1 else 0
     # Autocast keeps the 16-bit copy of each weight for backward.
@@ -199,4 +218,31 @@ def network_memory(
             backward=batch * 4 * network.backward_elements,
             step=step_copies * parameters,
         ),
+    )
+
+
+def _sharded_memory(
+    network: NetworkArithmetic,
+    *,
+    batch: int,
+    half: bool,
+    moments: int,
+    shards: int,
+    gathered: int,
+    checkpointing: Checkpointing,
+) -> MemoryEstimate:
+    """Estimate the memory of a rank with sharding. Gradients count beside the activations: those of several blocks overlap."""
+    element_bytes = 2 if half else 4
+    parameters = 4 * math.ceil(network.elements / shards)
+    activations = batch * network.activation_bytes(element_bytes, checkpointing=checkpointing)
+    whole = element_bytes * gathered
+    backward = batch * 4 * network.backward_elements
+    return MemoryEstimate(
+        parameter_bytes=parameters,
+        gradient_bytes=parameters,
+        optimizer_bytes=moments * parameters,
+        bucket_bytes=0,
+        gathered_bytes=whole,
+        activation_bytes=activations,
+        peak_bytes=(2 + moments) * parameters + whole + activations + backward,
     )

@@ -144,6 +144,17 @@ def nccl_all_reduce(fabric: Fabric, size_bytes: float, *, channels: int | None =
     return min([*algorithms, *_nvls(job, size_bytes)])
 
 
+def nccl_all_gather(fabric: Fabric, size_bytes: float) -> float:
+    """Compute the seconds of an all-gather or a reduce-scatter: half of the ring of an all-reduce, as both have n-1 messages of S/n.
+
+    Args:
+        fabric: The links of the job.
+        size_bytes: Bytes of the whole buffer.
+    """
+    job = _job(fabric, None)
+    return min(next(_ring_and_tree(job, protocol, size_bytes)) for protocol in _protocols(fabric, job)) / 2
+
+
 def network_channels(fabric: Fabric) -> int:
     """Count NCCL's channels over the network: one for each NIC, those of one GPU joined, two over fast ones.
 

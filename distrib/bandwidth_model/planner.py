@@ -11,6 +11,7 @@ import msgspec
 from distrib.bandwidth_model import workload_catalog
 from distrib.bandwidth_model.hypothetical import NetworkOption
 from distrib.bandwidth_model.memory_estimate import MemoryEstimate
+from distrib.bandwidth_model.network_catalog import find_network
 from distrib.bandwidth_model.prediction import Prediction, ScalingLimit
 from distrib.bandwidth_model.recommendations import HostSubset, Recommendation, find_faster_subset, recommend
 from distrib.bandwidth_model.scaling import find_job, needed_bandwidth, predict_limit, predict_step
@@ -136,7 +137,7 @@ def select_workload(given: str, gpu: str | None, cluster_gpu: str | None, batch:
         return workload_catalog.scaled_workload(found, batch=batch, gpu=gpu) if batch or gpu else found
     kind = gpu or cluster_gpu
     if kind is None:
-        workload_catalog.network_arithmetic(given)  # an unknown name is reported first
+        find_network(given)  # an unknown name is reported first
         raise ConfigError(
             f"--workload {given}: the GPU is unknown",
             hint=f"{hint}, or profile your script: distrib-launch --profile FILE SCRIPT",
@@ -191,7 +192,7 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
 
 
 def _memory(topology: Topology, workload: Workload, job: JobPlace) -> MemoryEstimate | None:
-    if workload.origin != "catalogued" or workload.name not in workload_catalog.network_names():
+    if "network" not in workload.software:
         return None
     fabric, _ = find_job(topology, workload, job["hosts"], job["ranks_per_host"], job["nodes"])
     return workload_catalog.catalog_memory(workload, ranks=fabric.ranks, device_bytes=fabric.memory_bytes)

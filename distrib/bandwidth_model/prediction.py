@@ -73,6 +73,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     loader_seconds: float = 0.0
     """The wait for data."""
     samples_per_second: float
+    tokens_per_second: float = 0.0
+    """0 if samples are not sequences."""
     efficiency: float
     """Samples per second and rank against one rank alone, 0 to 1."""
     cap: Bottleneck | None

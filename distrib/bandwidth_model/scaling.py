@@ -11,6 +11,7 @@ from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.fabric import Fabric, find_fabric
 from distrib.bandwidth_model.memory_estimate import USABLE_FRACTION
 from distrib.bandwidth_model.prediction import Bottleneck, Overhead, Prediction, ScalingLimit
+from distrib.bandwidth_model.sharding import on_shard, shard_group, sharded_memory_bytes
 from distrib.bandwidth_model.step_model import (
     compute_seconds,
     plan_buckets,
@@ -93,6 +94,7 @@ def needed_bandwidth(
         ConfigError: The workload or the efficiency is invalid, or a link is unknown.
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
+    workload = on_shard(fabric, workload, strategy)
     return _needed_bandwidth(fabric, workload, strategy, plan_buckets(fabric, workload, strategy), efficiency)
 
 
@@ -119,6 +121,7 @@ def predict_limit(
         ConfigError: The workload is invalid, or a link is unknown.
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
+    workload = on_shard(fabric, workload, strategy)
     buckets = plan_buckets(fabric, workload, strategy)
     unlimited = fabric.with_network_bandwidth(LIMITS.max_bytes_per_second)
     without_links = unlimited.with_intra_node_bandwidth(LIMITS.max_bytes_per_second)
@@ -181,6 +184,7 @@ def predict_on_fabric(fabric: Fabric, workload: Workload, strategy: Strategy, *,
         strategy: The strategy of the job.
         spans: True to record the timeline.
     """
+    workload = on_shard(fabric, workload, strategy)
     buckets = plan_buckets(fabric, workload, strategy)
     step = predict_fabric_step(fabric, workload, strategy, buckets, spans=spans)
     alone = step_alone_seconds(fabric, workload, strategy)
@@ -190,6 +194,7 @@ def predict_on_fabric(fabric: Fabric, workload: Workload, strategy: Strategy, *,
     if loading > NEGLIGIBLE_FRACTION:
         advice = "less work for each sample" if step.starved_seconds else "more num_workers"
         notes += (f"each step alone waits {loading:.0%} of its time for data: use {advice}, or faster storage",)
+    samples_per_second = efficiency * fabric.ranks * workload.batch * strategy.accumulate / alone
     return Prediction(
         hosts=fabric.hosts,
         ranks_per_host=fabric.ranks_per_host,
@@ -200,11 +205,12 @@ def predict_on_fabric(fabric: Fabric, workload: Workload, strategy: Strategy, *,
         communication_seconds=step.communication_seconds,
         exposed_seconds=step.exposed_seconds,
         loader_seconds=strategy.accumulate * workload.loader_seconds + step.starved_seconds,
-        samples_per_second=efficiency * fabric.ranks * workload.batch * strategy.accumulate / alone,
+        samples_per_second=samples_per_second,
+        tokens_per_second=samples_per_second * workload.sample_tokens,
         efficiency=efficiency,
         cap=_bottleneck(fabric, workload, strategy, buckets, step),
         losses=_overheads(fabric, workload, strategy, step),
-        fits_memory=_fits_memory(fabric, workload),
+        fits_memory=_fits_memory(fabric, workload, strategy),
         expected_error=fabric.expected_error if fabric.ranks > 1 else 0.02,
         notes=notes,
         timeline=step.spans,
@@ -305,9 +311,12 @@ def _needed_bandwidth(
     return high
 
 
-def _fits_memory(fabric: Fabric, workload: Workload) -> bool | None:
-    """Test if the device holds the workload and the buckets beside it; None if unknown."""
+def _fits_memory(fabric: Fabric, workload: Workload, strategy: Strategy) -> bool | None:
+    """Test if the device holds the workload and the buckets beside it, or its shard; None if unknown."""
     if workload.memory_bytes is None or fabric.memory_bytes is None:
         return None
+    if shard_group(fabric, strategy) > 1:
+        sharded = sharded_memory_bytes(fabric, workload, strategy)
+        return None if sharded is None else sharded <= USABLE_FRACTION * fabric.memory_bytes
     buckets = workload.gradient_bytes if fabric.ranks > 1 else 0
     return workload.memory_bytes + buckets <= USABLE_FRACTION * fabric.memory_bytes

@@ -12,6 +12,7 @@ from distrib.bandwidth_model.bucketing import AllReduceCost, GradientBucket
 from distrib.bandwidth_model.collective_cost import payload_of
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.server_throughput import parameter_server_step, ranks_per_push
+from distrib.bandwidth_model.sharding import sharded_step
 from distrib.bandwidth_model.step_timeline import Step, Transfer
 from distrib.bandwidth_model.workload import Workload
 from distrib.strategy import Strategy
@@ -55,7 +56,7 @@ def plan_buckets(fabric: Fabric, workload: Workload, strategy: Strategy) -> tupl
     Returns:
         The buckets in order; none without all-reduce.
     """
-    if fabric.ranks == 1 or strategy.mode != "sync":
+    if fabric.ranks == 1 or strategy.mode != "sync" or strategy.shard != "none":
         return ()
     if fabric.gpus or strategy.backend == "horovod":
         return bucketing.ddp_buckets(workload.gradients, strategy.bucket_bytes)
@@ -181,6 +182,11 @@ def _step_with_data(
         return parameter_server_step(fabric, workload, strategy, slowest)
     if strategy.mode == "local":
         return _local_sgd_step(fabric, workload, strategy, slowest)
+    if strategy.shard != "none" and fabric.ranks > 1:
+        overlap_slowdown = _overlap_slowdown(fabric, workload)
+        return sharded_step(
+            fabric, workload, strategy, slowness=slowest, overlap_slowdown=overlap_slowdown, spans=spans
+        )
     return step_timeline.synchronous_step(
         workload,
         _transfers(fabric, workload, strategy, buckets),

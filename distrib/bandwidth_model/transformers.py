@@ -44,7 +44,9 @@ def decoder(
             # Queries with keys, and weights with values: counted in full, as MFU is.
             scores = 2 * tokens * tokens * queries if part == "q" else 0
             parameters.append(
-                LayerParameter(f"{name}.attention.{part}.weight", width * outputs, width * outputs * tokens + scores)
+                LayerParameter(
+                    f"{name}.attention.{part}.weight", width * outputs, width * outputs * tokens + scores, scores
+                )
             )
             parameters += [LayerParameter(f"{name}.attention.{part}.bias", outputs)] * qkv_bias
         parameters += [LayerParameter(f"{name}.attention.{part}_norm.weight", each) for part in "qk" * qk_norm]
@@ -98,7 +100,9 @@ def t5(
                 for part in "qkvo":
                     scores = 2 * tokens * tokens * inner if part == "q" else 0
                     parameters.append(
-                        LayerParameter(f"{name}.{kind}.{part}.weight", width * inner, width * inner * tokens + scores)
+                        LayerParameter(
+                            f"{name}.{kind}.{part}.weight", width * inner, width * inner * tokens + scores, scores
+                        )
                     )
             parameters += [
                 LayerParameter(f"{name}.mlp_norm.weight", width),

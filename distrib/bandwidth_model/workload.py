@@ -67,6 +67,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     expected_error: float = 0.0
     """Expected relative error of the seconds, 0 for a measurement."""
     software: dict[str, str] = {}
+    sample_tokens: int = 0
+    """Tokens of a sample; 0 if samples are not sequences."""
+    sample_flop: int = 0
+    """Operations of forward and backward of a sample, without those that checkpointing repeats; 0 if unknown."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -89,6 +93,8 @@ MAX_VALUES = {
     "batch": 1e12,
     "memory_bytes": 1e15,
     "parameter_bytes": 1e15,
+    "sample_tokens": 1e9,
+    "sample_flop": 1e21,
 }
 """Largest values of fields; larger ones are errors of units or typing. All are 0 or more."""
 

@@ -9,11 +9,13 @@ import statistics
 import msgspec
 import pytest
 
-from distrib.bandwidth_model import workload_catalog
+from distrib.bandwidth_model import network_catalog
+from distrib.bandwidth_model.network_catalog import network_arithmetic
+from distrib.bandwidth_model.step_timeline import slowest_of
 from distrib.bandwidth_model.workload import Workload, read_workload, validate_workload
 from distrib.bandwidth_model.workload_catalog import (
+    WorkloadOptions,
     catalog_workload,
-    network_arithmetic,
     on_cpus,
     scaled_workload,
 )
@@ -67,27 +69,29 @@ def test_gradients_are_ready_from_the_last_layer_to_the_first():
 
 def test_no_published_speed_is_more_than_the_gpu_can_do():
     """No network comes near the peak. A higher result indicates smaller samples or shorter sequences."""
-    for speed in workload_catalog.published_speeds():
+    for speed in network_catalog.published_speeds():
         operations = 3 * 2 * network_arithmetic(speed.network).forward_products * speed.samples_per_second
         if speed.network == "VGG-16":  # Winograd's 3 x 3 convolutions need 2.25 times fewer multiplications
             operations /= 2.25
-        assert operations < 0.85 * workload_catalog.peak_flop_per_second(speed.gpu, speed.precision), speed
+        assert operations < 0.85 * network_catalog.peak_flop_per_second(speed.gpu, speed.precision), speed
 
 
 def test_a_published_speed_is_what_comes_out():
-    for speed in workload_catalog.published_speeds():
+    for speed in network_catalog.published_speeds():
         if speed.gpu == "RTX-3090":  # not in the catalogue
             continue
-        found = catalog_workload(speed.network, speed.gpu, speed.batch, precision=speed.precision)
+        options = WorkloadOptions(checkpointing=speed.checkpointing)
+        found = catalog_workload(speed.network, speed.gpu, speed.batch, precision=speed.precision, options=options)
         passes_seconds = found.forward_seconds + found.backward_seconds
+        passes_seconds *= slowest_of(speed.ranks, found.variation)
         assert found.batch / passes_seconds == pytest.approx(speed.samples_per_second)
         assert found.expected_error == 0.1
 
 
 def test_errors_to_expect_are_those_of_leaving_each_published_speed_out():
     errors: dict[float, list[float]] = {}
-    for speed in workload_catalog.published_speeds():
-        pace = workload_catalog.estimate_compute_rate(speed.network, speed.gpu, speed.precision, excluded=speed)
+    for speed in network_catalog.published_speeds():
+        pace = network_catalog.estimate_compute_rate(speed.network, speed.gpu, speed.precision, excluded=speed)
         real = speed.samples_per_second * network_arithmetic(speed.network).training_flop
         errors.setdefault(pace.expected_error, []).append(abs(pace.flop_per_second / real - 1))
     assert set(errors) == {0.2, 0.5}
@@ -99,9 +103,9 @@ def test_every_network_on_every_gpu():
     from distrib.cluster.hardware_catalog import hardware_catalog
 
     for gpu in hardware_catalog().gpus:
-        for name in workload_catalog.network_names():
+        for name in network_catalog.network_names():
             found = validate_workload(catalog_workload(name, gpu.name), name)
-            assert found.device == gpu.name and 0 < found.compute_seconds < 60 and found.memory_bytes
+            assert found.device == gpu.name and found.compute_seconds > 0 and found.memory_bytes
             assert found.software["speed"].startswith(("published: ", "scaled from "))
 
 
