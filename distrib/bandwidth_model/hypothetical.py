@@ -18,6 +18,15 @@ from distrib.errors import ConfigError
 DEFAULT_GPUS_PER_HOST = 8
 """GPUs of a host that is not described."""
 
+REFERENCE_NETWORKS = {
+    "V100-SXM2": "4 x EDR",
+    "A100-SXM4": "8 x HDR",
+    "H100-SXM5": "8 x NDR",
+    "H200": "8 x NDR",
+    "B200": "8 x NDR",
+}
+"""Compute networks of DGX-1, DGX A100, DGX H100, DGX H200 and DGX B200, by the beginning of the GPU's name (NVIDIA's user guides)."""
+
 _KIND = re.compile(r"(roce|infiniband|ib|ethernet)(?:v2)?(?:[ -]+|(?=[0-9])|$)", re.IGNORECASE)
 
 
@@ -27,6 +36,18 @@ class NetworkOption(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     nics: tuple[Nic, ...]
     price: float | None = None
+
+
+def reference_network(gpu: str) -> str | None:
+    """Return the network of NVIDIA's own hosts with a GPU.
+
+    Args:
+        gpu: The catalogue's name of the GPU.
+
+    Returns:
+        A value of `--network`; None if NVIDIA sells no such host.
+    """
+    return next((network for prefix, network in REFERENCE_NETWORKS.items() if gpu.startswith(prefix)), None)
 
 
 def parse_network_option(text: str, gpudirect: bool | None, option: str = "--network") -> NetworkOption:

@@ -40,15 +40,17 @@ def parameter_blocks(gradients: Sequence[Gradient]) -> tuple[ParameterBlock, ...
 def gathered_elements(gradients: Sequence[Gradient], *, all_at_once: bool) -> int:
     """Count the parameters and gradients of a rank that are whole at a time.
 
-    Block by block: the root, which stays whole from forward to backward, two blocks, and the gradients of one.
+    Block by block: the root, which stays whole from forward to backward, two blocks, and the gradients of one; at the end the root
+    with its gradients.
 
     Args:
         gradients: In the order in which they get ready.
         all_at_once: True if parameters stay gathered after forward: all of them, and the gradients of one block.
     """
-    blocks = parameter_blocks(gradients)
-    largest = max(block.elements for block in blocks)
-    total = sum(block.elements for block in blocks)
+    sizes = [block.elements for block in parameter_blocks(gradients)]
     has_root = any(not BLOCK_NAME.match(gradient.name) for gradient in gradients)
-    root = blocks[-1].elements if has_root and len(blocks) > 1 else 0
-    return min(total, total if all_at_once else root + 2 * largest) + largest
+    root = sizes.pop() if has_root else 0
+    largest = max(sizes, default=0)
+    if all_at_once:
+        return root + sum(sizes) + max(root, largest)
+    return max(2 * root, root + min(sum(sizes), 2 * largest) + largest)

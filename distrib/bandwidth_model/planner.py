@@ -13,11 +13,21 @@ from distrib.bandwidth_model.hypothetical import NetworkOption
 from distrib.bandwidth_model.memory_estimate import MemoryEstimate
 from distrib.bandwidth_model.network_catalog import find_network
 from distrib.bandwidth_model.prediction import Prediction, ScalingLimit
-from distrib.bandwidth_model.recommendations import HostSubset, Recommendation, find_faster_subset, recommend
+from distrib.bandwidth_model.recommendations import (
+    HostSubset,
+    Recommendation,
+    best_equivalent,
+    find_faster_subset,
+    recommend,
+)
 from distrib.bandwidth_model.scaling import find_job, needed_bandwidth, predict_limit, predict_step
+from distrib.bandwidth_model.shard_choice import ShardChoice, choose_shard
+from distrib.bandwidth_model.sharding import shard_group
 from distrib.bandwidth_model.workload import Workload, is_workload_file, read_workload
+from distrib.bandwidth_model.workload_catalog import WorkloadOptions
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError
+from distrib.strategy import Strategy
 
 
 class JobPlace(TypedDict):
@@ -37,6 +47,12 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     efficiency: float
+    strategy: Strategy = Strategy()  # frozen
+    chooses_shard: bool = False
+    """True to choose `shard` of the strategy for each number of hosts (`--shard auto`)."""
+    chooses_mode: bool = False
+    """True to choose the fastest equivalent of the strategy (`--mode auto`)."""
+    notes: tuple[str, ...] = ()
     networks: tuple[tuple[NetworkOption, Topology], ...] = ()
     """Networks to compare, each with the cluster that has it."""
 
@@ -119,7 +135,15 @@ def first_gpu_kind(topology: Topology | None, hosts: Iterable[str]) -> str | Non
     return next((gpus.kind for gpus in known if gpus and gpus.kind), None)
 
 
-def select_workload(given: str, gpu: str | None, cluster_gpu: str | None, batch: int | None, *, hint: str) -> Workload:
+def select_workload(
+    given: str,
+    gpu: str | None,
+    cluster_gpu: str | None,
+    batch: int | None,
+    *,
+    hint: str,
+    options: WorkloadOptions = WorkloadOptions(),  # noqa: B008  # frozen
+) -> Workload:
     """Read the workload of `--workload`: a file, or a network of the catalogue.
 
     Args:
@@ -128,11 +152,18 @@ def select_workload(given: str, gpu: str | None, cluster_gpu: str | None, batch:
         cluster_gpu: The GPU of the hosts, for a network of the catalogue without `--gpu`.
         batch: Samples per rank. None: the workload's own.
         hint: The advice if no GPU is known.
+        options: Settings of a network of the catalogue.
 
     Raises:
         ConfigError: The workload is unknown or invalid, or no GPU is known.
     """
     if is_workload_file(given):
+        if options != WorkloadOptions():
+            raise ConfigError(
+                f"--workload {given}: --seq, --precision, --checkpointing and --compile do not apply to a profile",
+                hint="measure the script with these settings: distrib-launch --profile FILE SCRIPT",
+                code="option-conflict",
+            )
         found = read_workload(given)
         return workload_catalog.scaled_workload(found, batch=batch, gpu=gpu) if batch or gpu else found
     kind = gpu or cluster_gpu
@@ -143,7 +174,7 @@ def select_workload(given: str, gpu: str | None, cluster_gpu: str | None, batch:
             hint=f"{hint}, or profile your script: distrib-launch --profile FILE SCRIPT",
             code="gpu-unknown",
         )
-    return workload_catalog.catalog_workload(given, kind, batch)
+    return workload_catalog.catalog_workload(given, kind, batch, options=options)
 
 
 def make_plan(request: PlanRequest) -> ScalingPlan:
@@ -156,15 +187,20 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
         ConfigError: A link is unknown.
     """
     workload = request.workload
+    largest = request.job(request.largest)
+    if request.chooses_mode:
+        best = best_equivalent(recommend(request.topology, workload, request.strategy, **largest), request.strategy)
+        request = msgspec.structs.replace(request, strategy=best.strategy if best else request.strategy)
+    choice = _predict(request, request.topology, request.largest)
 
     def predicted(topology: Topology) -> tuple[Prediction, ...]:
-        return tuple(predict_step(topology, workload, **request.job(count)) for count in request.nodes)
+        return tuple(_predict(request, topology, count).chosen for count in request.nodes)
 
     base = predicted(request.topology)
-    largest = request.job(request.largest)
+    strategy = choice.chosen.strategy
     needed = None
     if request.largest > 1:
-        needed = needed_bandwidth(request.topology, workload, **largest, efficiency=request.efficiency)
+        needed = needed_bandwidth(request.topology, workload, strategy, **largest, efficiency=request.efficiency)
     last = base[-1]
     return ScalingPlan(
         workload=WorkloadSummary(
@@ -178,24 +214,39 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
         predictions=base,
         wanted_efficiency=request.efficiency,
         needed_bytes_per_second=needed,
-        limit=None if needed or request.largest == 1 else predict_limit(request.topology, workload, **largest),
+        limit=None if needed or request.largest == 1 else predict_limit(request.topology, workload, strategy, **largest),
         fewer=find_faster_subset(
-            request.topology, workload, hosts=largest["hosts"], ranks_per_host=largest["ranks_per_host"],
+            request.topology, workload, strategy, hosts=largest["hosts"], ranks_per_host=largest["ranks_per_host"],
             baseline=max(base, key=lambda each: each.hosts),
         ),
-        memory=_memory(request.topology, workload, largest),
-        advice=() if last.ranks == 1 else recommend(request.topology, workload, **largest),
+        memory=_memory(request.topology, workload, strategy, largest),
+        advice=() if last.ranks == 1 else recommend(request.topology, workload, strategy, **largest),
         compared=tuple(_compare(network, predicted(topology), request.largest) for network, topology in request.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
-        notes=(*last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
+        notes=(*([choice.reason] if request.chooses_shard else []), *request.notes, *last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
     )  # fmt: skip
 
 
-def _memory(topology: Topology, workload: Workload, job: JobPlace) -> MemoryEstimate | None:
+def _predict(request: PlanRequest, topology: Topology, nodes: int) -> ShardChoice:
+    """Predict one number of hosts, with the given sharding or the best one."""
+
+    def predict(strategy: Strategy) -> Prediction:
+        return predict_step(topology, request.workload, strategy, **request.job(nodes))
+
+    if request.chooses_shard:
+        return choose_shard(predict, request.strategy)
+    prediction = predict(request.strategy)
+    return ShardChoice(chosen=prediction, candidates=(prediction,))
+
+
+def _memory(topology: Topology, workload: Workload, strategy: Strategy, job: JobPlace) -> MemoryEstimate | None:
     if "network" not in workload.software:
         return None
     fabric, _ = find_job(topology, workload, job["hosts"], job["ranks_per_host"], job["nodes"])
-    return workload_catalog.catalog_memory(workload, ranks=fabric.ranks, device_bytes=fabric.memory_bytes)
+    return workload_catalog.catalog_memory(
+        workload, ranks=fabric.ranks, device_bytes=fabric.memory_bytes, shards=shard_group(fabric, strategy),
+        gathers_all=strategy.shard == "grads",
+    )  # fmt: skip
 
 
 def _compare(network: NetworkOption, predictions: tuple[Prediction, ...], nodes: int) -> NetworkComparison:

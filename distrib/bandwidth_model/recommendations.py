@@ -195,7 +195,7 @@ def include_option(subset: HostSubset) -> str:
 
 def _equivalent(fabric: Fabric, strategy: Strategy) -> list[Strategy]:
     """Vary the all-reduce algorithm and the buckets where the user chose none."""
-    if fabric.ranks == 1 or strategy.mode != "sync" or strategy.backend != "torch":
+    if fabric.ranks == 1 or strategy.mode != "sync" or strategy.backend != "torch" or strategy.shard != "none":
         return []
     # NCCL chooses on GPUs. On CPUs, "auto" is hierarchical.
     algorithms: tuple[AllReduce, ...] = (strategy.all_reduce,)
@@ -221,7 +221,7 @@ def _approximate(fabric: Fabric, workload: Workload, strategy: Strategy, fastest
         return []
     half = Gradients("fp16" if workload.device != "cpu" else "bf16")
     found = _smaller_messages(strategy, fastest, half) if strategy.mode == "sync" else [Strategy()]
-    if strategy.backend == "torch":
+    if strategy.backend == "torch" and strategy.shard == "none":
         found += _local_sgd(strategy) + _parameter_servers(strategy, fabric.hosts)
         if strategy.mode != "sync":
             found.append(msgspec.structs.replace(strategy, gradients=half))

@@ -39,7 +39,13 @@ def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
         ConfigError: The file cannot be written.
     """
     if "timeline" in Path(path).stem:
-        step = predict_step(request.topology, request.workload, **request.job(request.largest), timeline=True)
+        step = predict_step(
+            request.topology,
+            request.workload,
+            plan.predictions[-1].strategy,
+            **request.job(request.largest),
+            timeline=True,
+        )
         hosts = f"{step.hosts} host{'' if step.hosts == 1 else 's'}"
         figure = _timeline_figure(step, f"One step of {plan.workload.name} on {hosts}, {step.ranks} ranks")
     else:

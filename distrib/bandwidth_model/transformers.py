@@ -66,8 +66,8 @@ def decoder(
     return NetworkArithmetic(
         parameters=tuple(parameters),
         blocks=(block,) * layers,
-        # The last normalisation with its input, the logits, the logarithms of the probabilities, and tokens with their successors.
-        others=Activations(tokens * (2 * width + words), tokens * words, fixed_bytes=2 * 8 * tokens),
+        # The last normalisation with its input, the logarithms of the probabilities, and tokens with their successors.
+        others=Activations(tokens * 2 * width, tokens * words, fixed_bytes=2 * 8 * tokens),
         backward_elements=2 * tokens * words,
         tail_products=tokens * width * words if tied else 0,
         tail_elements=width * words if tied else 0,
@@ -117,7 +117,7 @@ def t5(
     return NetworkArithmetic(
         parameters=tuple(parameters),
         blocks=tuple(blocks),
-        others=Activations(tokens * (4 * width + words), tokens * words, fixed_bytes=3 * 8 * tokens),
+        others=Activations(tokens * 4 * width, tokens * words, fixed_bytes=3 * 8 * tokens),
         backward_elements=2 * tokens * words,
         tail_products=tokens * width * words,
         tail_elements=width * words,

@@ -14,19 +14,20 @@ from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.shared_options import integer
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, *, shown: type[str] = CommonHelp) -> None:
     """Add the options for scripts that call `distrib.init()`.
 
     Args:
-        parser: Parser of `distrib-launch`.
+        parser: Parser of a command.
+        shown: Kind of the help of the most used ones: `CommonHelp`, or `str` to leave them to `--help-all`.
     """
     group = parser.add_argument_group("how to train (scripts with distrib.init())")
-    group.add_argument("--mode", choices=[*MODES, "auto"], default="sync", metavar="MODE", help=CommonHelp(
+    group.add_argument("--mode", choices=[*MODES, "auto"], default="sync", metavar="MODE", help=shown(
                        "train with sync (all-reduce in every step), local (local SGD, DiLoCo), async (parameter servers), or auto (the "
                        "fastest setting equivalent to sync) (default: sync)"))  # fmt: skip
     group.add_argument("--backend", choices=["torch", "horovod"], default="torch", help="average gradients with torch.distributed or "
                        "Horovod (default: torch)")  # fmt: skip
-    group.add_argument("--gradients", default="fp32", metavar="FORMAT", help=CommonHelp(f"send gradients as {format_names()} "
+    group.add_argument("--gradients", default="fp32", metavar="FORMAT", help=shown(f"send gradients as {format_names()} "
                        "(default: fp32)"))  # fmt: skip
     group.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="reduce over all ranks at once "
                        "(flat) or inside each host first (hierarchical) (default: auto)")  # fmt: skip

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 
+from distrib import units
 from distrib.bandwidth_model import planner, scaling_plot
 from distrib.cluster.hosts import MAX_HOSTS
 from distrib.utils import plotting
 from distrib.utils.json_text import encode_json
+from distrib_launch.arguments import training_options
 from distrib_launch.arguments.help_text import CommonHelp
 from distrib_launch.arguments.shared_options import Parser, add_host_filter, add_hosts, fraction, host_filter, integer
 from distrib_launch.cli import plan_report, plan_request
+from distrib_launch.cli.plan_workload import PRECISIONS
 from distrib_launch.console import tolerate_closed_pipe
 
 USAGE = "distrib-topo plan [options] --workload NAME|FILE"
@@ -19,6 +22,7 @@ EXAMPLES = """\
   distrib-topo plan --workload train.profile.json -H cluster.txt
   distrib-topo plan --workload ResNet-50 --gpu A100 --network HDR --nodes 1..64
   distrib-topo plan --workload ResNet-50 -H cluster.txt --compare 100GbE,HDR
+  distrib-topo plan --workload llama-3-70b --gpu H100 --nodes 128 --shard auto
 """
 
 
@@ -30,8 +34,8 @@ def add_options(plan: Parser) -> None:
     """
     plan.shorten_help(USAGE, EXAMPLES)
     job = plan.add_argument_group("which job on which hosts")
-    job.add_argument("--workload", metavar="NAME|FILE", required=True, help=CommonHelp("predict a network of the catalogue, such as "
-                     "ResNet-50, or the file of distrib-launch --profile"))  # fmt: skip
+    job.add_argument("--workload", metavar="NAME|FILE", help=CommonHelp("predict a network of the catalogue, such as "
+                     "ResNet-50 or llama-3-8b, or the file of distrib-launch --profile"))  # fmt: skip
     add_hosts(job, "all of the topology")
     add_host_filter(job)
     job.add_argument("--nodes", type=_nodes, metavar="N|A..B", help=CommonHelp("predict for so many hosts, such as 16, 1,2,4 or 1..64 "
@@ -45,9 +49,33 @@ def add_options(plan: Parser) -> None:
                       "(default: as described)")  # fmt: skip
     what.add_argument("--batch", type=integer("samples"), metavar="N", help=CommonHelp("assume N samples per rank (default: the "
                       "workload's)"))  # fmt: skip
+    what.add_argument("--precision", choices=list(PRECISIONS), help="compute in this precision, with parameters in 32 bits (default: "
+                      "16 bits on GPUs with tensor cores)")  # fmt: skip
+    what.add_argument("--checkpointing", choices=["none", "selective", "full"], help="compute activations again in backward: half of "
+                      "the matrix products, or all of each block (default: as usual for the network)")  # fmt: skip
+    what.add_argument("--compile", action="store_true", help="assume torch.compile, for decoders such as Llama")
+    what.add_argument("--shard", choices=["none", "grads", "host", "all", "auto"], default="none", help=CommonHelp("divide parameters, "
+                      "gradients and optimizer over all ranks (FSDP) or those of a host (HSDP); auto: the fastest that fits"))  # fmt: skip
     what.add_argument("--compare", metavar="NET[=PRICE],...", help=CommonHelp("compare networks and prices per host, such as "
                       "100GbE=400,HDR=1000"))  # fmt: skip
     what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the bandwidth for this (default: 90%%)"))  # fmt: skip
+    described = plan.add_argument_group("a transformer by its size, in place of --workload")
+    described.add_argument("--params", type=_count, metavar="N", help="assume a decoder of N parameters, such as 7B")
+    described.add_argument("--layers", type=integer("layers"), metavar="N", help="assume N layers, such as 32")
+    described.add_argument(
+        "--hidden", type=integer("features"), metavar="N", help="assume N features of a token, such as 4096"
+    )
+    described.add_argument("--seq", type=integer("tokens"), metavar="N", help="assume N tokens of a sequence, such as 4096; also with a "
+                           "--workload of sequences")  # fmt: skip
+    described.add_argument(
+        "--vocabulary", type=integer("tokens"), metavar="N", help="assume N tokens of the vocabulary (default: 32000)"
+    )
+    measured = plan.add_argument_group("a measured step, in place of --workload")
+    measured.add_argument("--step", type=_duration, metavar="TIME", help="assume that a step of one rank alone takes TIME, such as 97ms; "
+                          "--gradients gives their size in 32 bits, such as 498MB, or 498MB,bf16")  # fmt: skip
+    measured.add_argument("--backward", type=fraction, metavar="FRACTION", help="assume that backward takes this part of the step, such "
+                          "as 0.6 (default: 2/3)")  # fmt: skip
+    training_options.add_options(plan, shown=str)
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help=CommonHelp("print JSON: seconds, bytes, bytes per second"))
     output.add_argument("--plot", metavar="FILE", action="append", default=[], help=CommonHelp("draw the scaling into FILE, or the timeline of "
@@ -89,6 +117,27 @@ def _nodes(given: str) -> tuple[int, ...]:
             raise argparse.ArgumentTypeError(f"{given!r} is more than {MAX_HOSTS:,} hosts")
         found |= {first, last} | {1 << power for power in range(30) if first < 1 << power < last}
     return tuple(sorted(found))
+
+
+def _count(given: str) -> float:
+    """Parse a number of parameters, such as `7B`, `350M` or `7e9`."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?(?:[eE][0-9]{1,2})?) ?([kKMBGT]?)", given.strip())
+    value = (
+        float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2].upper()] if match else 0
+    )
+    if not 1 <= value <= 1e14:
+        raise argparse.ArgumentTypeError(f"{given!r} is not a number of parameters; write such as 7B or 350M")
+    return value
+
+
+def _duration(given: str) -> float:
+    try:
+        seconds = units.parse_duration(given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 0 < seconds <= 1e5:
+        raise argparse.ArgumentTypeError(f"{given!r} is not the time of a step; write such as 97ms")
+    return seconds
 
 
 def _efficiency(given: str) -> float:

@@ -10,13 +10,14 @@ import msgspec
 
 from distrib.bandwidth_model import hypothetical
 from distrib.bandwidth_model.hypothetical import NetworkOption
-from distrib.bandwidth_model.planner import PlanRequest, first_gpu_kind, select_workload
+from distrib.bandwidth_model.planner import PlanRequest, first_gpu_kind
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.hostfile import HostList
 from distrib.cluster.hosts import Host
 from distrib.cluster.node import MAX_GPUS
 from distrib.cluster.topology import Topology, check_hosts
 from distrib.errors import ConfigError
+from distrib_launch.cli import plan_workload
 from distrib_launch.host_selection import HostFilter, SelectedHost, select_hosts
 from distrib_launch.runner import read_hosts, read_topology_for
 
@@ -39,8 +40,15 @@ def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> 
     gpu = hypothetical.catalog_gpu_name(options.gpu) if options.gpu is not None else None
     choices = _selected_hosts(listed, topology, host_filter)
     cluster_gpu = first_gpu_kind(topology, [choice.host.name for choice in choices])
-    workload = select_workload(options.workload, gpu, cluster_gpu, options.batch, hint="add --gpu, such as A100")
-    network = hypothetical.parse_network_option(options.network, gpudirect) if options.network is not None else None
+    given, strategy = plan_workload.read_strategy(options)
+    workload = plan_workload.build_workload(options, gpu, cluster_gpu, given)
+    network_text: str | None = options.network
+    notes: tuple[str, ...] = ()
+    if network_text is None and options.compare is None and topology is None:
+        network_text = hypothetical.reference_network(workload.device)
+    if network_text is not None and options.network is None:
+        notes = (f"no --network: {network_text} is assumed, as in NVIDIA's own hosts with these GPUs",)
+    network = hypothetical.parse_network_option(network_text, gpudirect) if network_text is not None else None
     networks = _parse_compared_networks(options.compare, gpudirect) if options.compare is not None else []
     hosts = _ranks(choices, listed, topology, workload)
     most = options.ranks_per_node or max(hosts.values(), default=0)
@@ -68,6 +76,8 @@ def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> 
         base = hypothetical.hypothetical_cluster(tuple(hosts), most, device, network or next(iter(networks), None))
     return PlanRequest(
         workload=workload, topology=base, hosts=tuple(hosts), nodes=nodes, efficiency=options.efficiency,
+        strategy=strategy, chooses_shard=options.shard == "auto", chooses_mode=options.mode == "auto",
+        notes=notes if network and max(nodes) > 1 else (),
         ranks=(options.ranks_per_node,) if options.ranks_per_node else tuple(hosts.values()), networks=tuple(compared),
     )  # fmt: skip
 
