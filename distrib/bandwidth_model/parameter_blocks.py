@@ -24,16 +24,17 @@ def parameter_blocks(gradients: Sequence[Gradient]) -> tuple[ParameterBlock, ...
         gradients: In the order in which they get ready.
 
     Returns:
-        The blocks in the order of backward, then the root: FSDP gathers it first, and reduces its gradients last.
+        The blocks in the order of backward, then the root, perhaps empty: FSDP gathers it first, and reduces its gradients last.
     """
-    elements: dict[str, int] = {}
+    elements: dict[str, int] = {"": 0}
     ready: dict[str, float] = {}
     for gradient in gradients:
         match = BLOCK_NAME.match(gradient.name)
         name = match[1] if match else ""
         elements[name] = elements.get(name, 0) + gradient.elements
         ready[name] = max(ready.get(name, 0.0), gradient.ready_seconds)
-    names = [*sorted(filter(None, elements), key=ready.__getitem__), *[""] * ("" in elements)]
+    ready[""] = max(ready.values(), default=0.0)
+    names = [*sorted(filter(None, elements), key=ready.__getitem__), ""]
     return tuple(ParameterBlock(elements=elements[name], ready_seconds=ready[name]) for name in names)
 
 
@@ -47,9 +48,7 @@ def gathered_elements(gradients: Sequence[Gradient], *, all_at_once: bool) -> in
         gradients: In the order in which they get ready.
         all_at_once: True if parameters stay gathered after forward: all of them, and the gradients of one block.
     """
-    sizes = [block.elements for block in parameter_blocks(gradients)]
-    has_root = any(not BLOCK_NAME.match(gradient.name) for gradient in gradients)
-    root = sizes.pop() if has_root else 0
+    *sizes, root = (block.elements for block in parameter_blocks(gradients))
     largest = max(sizes, default=0)
     if all_at_once:
         return root + sum(sizes) + max(root, largest)

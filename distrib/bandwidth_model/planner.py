@@ -240,7 +240,7 @@ def _predict(request: PlanRequest, topology: Topology, nodes: int) -> ShardChoic
 
 
 def _memory(topology: Topology, workload: Workload, strategy: Strategy, job: JobPlace) -> MemoryEstimate | None:
-    if "network" not in workload.software:
+    if not workload.has_network:
         return None
     fabric, _ = find_job(topology, workload, job["hosts"], job["ranks_per_host"], job["nodes"])
     return workload_catalog.catalog_memory(

@@ -118,7 +118,7 @@ def sharded_memory_bytes(fabric: Fabric, workload: Workload, strategy: Strategy)
         strategy: The strategy of the job, with `shard`.
     """
     group = shard_group(fabric, strategy)
-    if "network" in workload.software:
+    if workload.has_network:
         gathers_all = strategy.shard == "grads"
         return catalog_memory(
             workload, ranks=fabric.ranks, device_bytes=None, shards=group, gathers_all=gathers_all

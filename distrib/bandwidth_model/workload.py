@@ -78,6 +78,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         return sum(gradient.size_bytes for gradient in self.gradients)
 
     @property
+    def has_network(self) -> bool:
+        """True if the parts of its memory are known from the network of the catalogue."""
+        return self.origin == "catalogued" and "network" in self.software
+
+    @property
     def compute_seconds(self) -> float:
         """Forward, backward and optimizer."""
         return self.forward_seconds + self.backward_seconds + self.optimizer_seconds

@@ -277,7 +277,7 @@ def test_pictures(tmp_path):
     [
         (["--workload", "ResNet-5", "--gpu", "V100"], "did you mean ResNet-50"),
         (["--workload", "ResNet-50", "--nodes", "2"], "the GPU is unknown"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "2"], "the network is unknown"),
+        (["--workload", "ResNet-50", "--gpu", "T4", "--nodes", "2"], "the network is unknown"),
         (["--workload", "ResNet-50", "--gpu", "W100", "--network", "HDR"], "--gpu W100: not in the catalogue"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDX"], "--network HDX: "),
         (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=nan"], "nan is not a price"),
@@ -577,3 +577,68 @@ def test_who_asked_for_json_gets_it_of_a_mistake_too():
     told = json.loads(done.stdout)
     assert (done.returncode, told["status"], told["exit_code"]) == (2, "failed", 2)
     assert done.stderr == f"distrib-topo: error: {told['error']}\n"
+
+
+def test_a_sharded_transformer_on_a_thousand_gpus():
+    done = plan("--workload", "llama-3-70b", "--gpu", "H100", "--nodes", "128", "--shard", "auto")
+    out = " ".join(done.stdout.split())
+    assert done.returncode == 0 and "tokens/s" in out and "it fits" in out, done.stderr
+    assert "--shard auto: all (FSDP" in out and "none and grads and host do not fit" in out
+    assert "no --network: 8 x NDR is assumed" in out
+    told = planned("--workload", "llama-3-70b", "--gpu", "H100", "--nodes", "16,128", "--shard", "auto")
+    assert [each["strategy"]["shard"] for each in told["predictions"]] == ["all", "all"]
+    last = told["predictions"][-1]
+    assert last["tokens_per_second"] == pytest.approx(8192 * last["samples_per_second"])
+    assert told["memory"]["gathered_bytes"] > 0 and told["memory"]["peak_bytes"] < 80e9
+
+
+def test_a_hundred_thousand_gpus():
+    told = planned("--workload", "llama-3-8b", "--gpu", "H100", "--nodes", "12500", "--shard", "host")
+    assert told["predictions"][0]["ranks"] == 100_000
+
+
+def test_a_transformer_by_its_size_and_a_measured_step():
+    size = ["--params", "7B", "--layers", "32", "--hidden", "4096", "--seq", "4096"]
+    told = planned(*size, "--batch", "2", "--gpu", "A100", "--nodes", "2", "--checkpointing", "full")
+    assert told["workload"]["gradient_bytes"] == pytest.approx(28e9, rel=0.01) and told["workload"]["batch"] == 2
+    step = ["--step", "97ms", "--backward", "0.6", "--gpu", "A100", "--nodes", "4", "--network", "25GbE"]
+    whole, half = (planned(*step, "--gradients", each) for each in ("498MB", "498MB,bf16"))
+    assert whole["workload"]["compute_seconds"] == pytest.approx(0.097)
+    assert whole["workload"]["gradient_bytes"] == half["workload"]["gradient_bytes"] == 498_000_000
+    assert half["predictions"][0]["step_seconds"] < whole["predictions"][0]["step_seconds"]
+
+
+def test_options_of_a_launch_change_the_step():
+    words = ["--workload", "ResNet-50", "--gpu", "A100", "--network", "25GbE", "--nodes", "4"]
+    base = planned(*words)["predictions"][0]
+    for more in (["--gradients", "bf16"], ["--accumulate", "4"], ["--mode", "local"], ["--bucket", "100MiB"]):
+        told = planned(*words, *more)["predictions"][0]
+        assert told["efficiency"] > base["efficiency"] and told["strategy"] != base["strategy"], more
+    assert planned(*words, "--mode", "auto")["predictions"][0]["efficiency"] >= base["efficiency"]
+    assert planned(*words, "--backend", "horovod")["predictions"][0]["strategy"]["backend"] == "horovod"
+    exact = planned(*words, "--precision", "fp32")["predictions"][0]
+    assert exact["compute_seconds"] > base["compute_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no workload is given"),
+        (["--params", "7B", "--gpu", "A100"], "--params without --layers, --hidden, --seq"),
+        (["--workload", "GPT-2", "--params", "7B"], "--workload and --params contradict"),
+        (["--workload", "GPT-2", "--step", "1s"], "--workload and --step contradict"),
+        (["--params", "7X"], "'7X' is not a number of parameters"),
+        (["--params", "7B", "--layers", "32", "--hidden", "4096", "--seq", "1024"], "the GPU is unknown"),
+        (["--step", "5ms"], "--step 5 ms without --gradients"),
+        (["--step", "0s", "--gradients", "1MB"], "not the time of a step"),
+        (["--step", "5ms", "--gradients", "1MB", "--seq", "9"], "do not apply"),
+        (["--step", "5ms", "--gradients", "1MB,2MB"], "one size and one format"),
+        (["--workload", "GPT-2", "--gpu", "A100", "--gradients", "1MB"], "1MB without --step"),
+        (["--workload", "GPT-2", "--gpu", "A100", "--backward", "0.5"], "--backward without --step"),
+        (["--workload", "GPT-2", "--gpu", "A100", "--shard", "auto", "--bucket", "1MiB"], "--bucket does not apply"),
+        (["--workload", "GPT-2", "--gpu", "A100", "--shard", "host", "--mode", "async"], "--shard does not apply"),
+    ],
+)  # fmt: skip
+def test_descriptions_that_miss_or_contradict_something(words, says):
+    done = plan(*words)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
