@@ -21,7 +21,7 @@ from distrib.bandwidth_model.recommendations import (
     recommend,
 )
 from distrib.bandwidth_model.scaling import find_job, needed_bandwidth, predict_limit, predict_step
-from distrib.bandwidth_model.shard_choice import ShardChoice, choose_shard
+from distrib.bandwidth_model.shard_choice import ShardChoice, choose_shard, explain_choices
 from distrib.bandwidth_model.sharding import shard_group
 from distrib.bandwidth_model.workload import Workload, is_workload_file, read_workload
 from distrib.bandwidth_model.workload_catalog import WorkloadOptions
@@ -191,13 +191,13 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
     if request.chooses_mode:
         best = best_equivalent(recommend(request.topology, workload, request.strategy, **largest), request.strategy)
         request = msgspec.structs.replace(request, strategy=best.strategy if best else request.strategy)
-    choice = _predict(request, request.topology, request.largest)
+    choices = [_predict(request, request.topology, count) for count in request.nodes]
 
     def predicted(topology: Topology) -> tuple[Prediction, ...]:
         return tuple(_predict(request, topology, count).chosen for count in request.nodes)
 
-    base = predicted(request.topology)
-    strategy = choice.chosen.strategy
+    base = tuple(choice.chosen for choice in choices)
+    strategy = max(base, key=lambda each: each.hosts).strategy
     needed = None
     if request.largest > 1:
         needed = needed_bandwidth(request.topology, workload, strategy, **largest, efficiency=request.efficiency)
@@ -223,7 +223,7 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
         advice=() if last.ranks == 1 else recommend(request.topology, workload, strategy, **largest),
         compared=tuple(_compare(network, predicted(topology), request.largest) for network, topology in request.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
-        notes=(*([choice.reason] if request.chooses_shard else []), *request.notes, *last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
+        notes=(*(explain_choices(choices) if request.chooses_shard else ()), *request.notes, *last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
     )  # fmt: skip
 
 

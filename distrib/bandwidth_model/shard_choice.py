@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import msgspec
@@ -24,17 +25,6 @@ class ShardChoice(msgspec.Struct, frozen=True, kw_only=True):
     chosen: Prediction
     candidates: tuple[Prediction, ...]
 
-    @property
-    def reason(self) -> str:
-        """The choice in words: `--shard auto: host (HSDP: ...) on 4 hosts, the fastest that fits; none does not fit`."""
-        unfit = [one.strategy.shard for one in self.candidates if one.fits_memory is False]
-        shard = self.chosen.strategy.shard
-        why = "the fastest that fits" if self.chosen.fits_memory is not False else "the smallest, but none of them fits"
-        others = [name for name in unfit if name != shard]
-        left = f"; {' and '.join(others)} {'do' if len(others) > 1 else 'does'} not fit" if others else ""
-        hosts = f"{self.chosen.hosts} host{'' if self.chosen.hosts == 1 else 's'}"
-        return f"--shard auto: {NAMES[shard]} on {hosts}, {why}{left if self.chosen.fits_memory is not False else ''}"
-
 
 def choose_shard(predict: Callable[[Strategy], Prediction], strategy: Strategy) -> ShardChoice:
     """Predict every sharding and choose the fastest that fits; where none fits, the one with the smallest memory, `all`.
@@ -48,3 +38,26 @@ def choose_shard(predict: Callable[[Strategy], Prediction], strategy: Strategy) 
     fitting = [one for one in found if one.fits_memory is not False]
     chosen = max(fitting, key=lambda one: one.samples_per_second) if fitting else found[-1]
     return ShardChoice(chosen=chosen, candidates=found)
+
+
+def explain_choices(choices: Sequence[ShardChoice]) -> tuple[str, ...]:
+    """Describe choices: `--shard auto: host (HSDP: ...) on 2 to 16 hosts, the fastest that fits; none and grads do not fit`.
+
+    Args:
+        choices: One for each number of hosts, fewest first.
+
+    Returns:
+        A line for each run of numbers of hosts with the same choice.
+    """
+    lines = []
+    runs = itertools.groupby(choices, key=lambda one: (one.chosen.strategy.shard, one.chosen.fits_memory))
+    for (shard, fits), members in runs:
+        run = list(members)
+        first, last = run[0].chosen.hosts, run[-1].chosen.hosts
+        hosts = f"{first} to {last} hosts" if last > first else f"{first} host{'' if first == 1 else 's'}"
+        why = "the smallest, but none of them fits" if fits is False else "the fastest that fits"
+        unfit = [each.strategy.shard for each in run[-1].candidates if each.fits_memory is False]
+        named = " and ".join(filter(None, (", ".join(unfit[:-1]), *unfit[-1:])))
+        left = f"; {named} {'do' if len(unfit) > 1 else 'does'} not fit" if unfit and fits is not False else ""
+        lines.append(f"--shard auto: {NAMES[shard]} on {hosts}, {why}{left}")
+    return tuple(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
@@ -15,7 +16,7 @@ from distrib.bandwidth_model.fabric import Fabric, find_fabric
 from distrib.bandwidth_model.hypothetical import catalog_gpu_name, hypothetical_cluster, parse_network_option
 from distrib.bandwidth_model.parameter_blocks import gathered_elements, parameter_blocks
 from distrib.bandwidth_model.scaling import predict_on_fabric, predict_step
-from distrib.bandwidth_model.shard_choice import choose_shard
+from distrib.bandwidth_model.shard_choice import choose_shard, explain_choices
 from distrib.bandwidth_model.sharding import sent_bytes, sharded_memory_bytes
 from distrib.bandwidth_model.workload import Workload
 from distrib.bandwidth_model.workload_catalog import WorkloadOptions, catalog_workload
@@ -200,14 +201,27 @@ def test_auto_is_the_fastest_that_fits(name, options, hosts, chosen):
     assert best.strategy.shard in chosen and best.fits_memory
     for each in choice.candidates:
         assert not each.fits_memory or each.samples_per_second <= best.samples_per_second
-    assert best.strategy.shard in choice.reason and "the fastest that fits" in choice.reason
+    (reason,) = explain_choices([choice])
+    assert f"--shard auto: {best.strategy.shard} (" in reason and "the fastest that fits" in reason
 
 
 def test_auto_says_that_nothing_fits():
     workload = catalog_workload("Llama-3-405B", "H100")
     fabric = fabric_of(workload, 2)
     choice = choose_shard(lambda strategy: predict_on_fabric(fabric, workload, strategy), Strategy())
-    assert choice.chosen.strategy.shard == "all" and "none of them fits" in choice.reason
+    assert choice.chosen.strategy.shard == "all" and "none of them fits" in explain_choices([choice])[0]
+
+
+def test_each_run_of_equal_choices_is_explained_once():
+    workload = llama(batch=1, checkpointing="full")
+    choices = []
+    for hosts in (1, 2, 4, 8):
+        fabric = fabric_of(workload, hosts)
+        choices.append(choose_shard(lambda strategy, at=fabric: predict_on_fabric(at, workload, strategy), Strategy()))
+    lines = explain_choices(choices)
+    shards = [choice.chosen.strategy.shard for choice in choices]
+    assert len(lines) == 1 + sum(one != other for one, other in itertools.pairwise(shards))
+    assert "8 hosts" in lines[-1] and "none does not fit" in lines[-1]
 
 
 @pytest.mark.parametrize(
