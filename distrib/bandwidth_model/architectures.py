@@ -125,9 +125,11 @@ class _Convolutions:
         self.outputs = 0
         """Elements of the convolutions' outputs, without those of shortcuts."""
 
-    def add_convolution(self, name: str, width: int, inputs: int, outputs: int, side: int, *, bias: bool) -> None:
+    def add_convolution(
+        self, name: str, width: int, inputs: int, outputs: int, side: int, *, bias: bool, groups: int = 1
+    ) -> None:
         """Add a convolution."""
-        weights = width * width * inputs * outputs
+        weights = width * width * inputs // groups * outputs
         self.parameters.append(LayerParameter(f"{name}.weight", weights, weights * side * side))
         if bias:
             self.parameters.append(LayerParameter(f"{name}.bias", outputs))
@@ -147,12 +149,14 @@ class _Convolutions:
         self.parameters += _dense(name, inputs, outputs)
 
 
-def resnet(blocks: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
+def resnet(blocks: tuple[int, ...], classes: int = 1000, groups: int = 1, group_width: int = 64) -> NetworkArithmetic:
     """Build a bottleneck ResNet (He et al. 2015, arXiv:1512.03385) as in torchvision, for images of 224 x 224.
 
     Args:
         blocks: Blocks of each stage.
         classes: Classes.
+        groups: Groups of the middle convolutions; more than 1 in ResNeXt (Xie et al. 2016, arXiv:1611.05431).
+        group_width: Channels of a group in the first stage.
     """
     layers = _Convolutions()
     layers.add_convolution("conv1", 7, 3, 64, 112, bias=False)
@@ -162,25 +166,27 @@ def resnet(blocks: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
     kept = []
     inputs, side = 64, 56
     for stage, count in enumerate(blocks):
-        width = 64 << stage
+        width, wide = groups * group_width << stage, 256 << stage
         for block in range(count):
             name = f"layer{stage + 1}.{block}"
             narrower = side if block or not stage else side // 2
             for number, (size, before, after, out) in enumerate(
-                [(1, inputs, width, side), (3, width, width, narrower), (1, width, 4 * width, narrower)], 1
+                [(1, inputs, width, side), (3, width, width, narrower), (1, width, wide, narrower)], 1
             ):
-                layers.add_convolution(f"{name}.conv{number}", size, before, after, out, bias=False)
+                layers.add_convolution(
+                    f"{name}.conv{number}", size, before, after, out, bias=False, groups=groups if number == 2 else 1
+                )
                 layers.add_norm(f"{name}.bn{number}", after)
             # Each convolution before and after normalisation. After the last one it is the next block's input.
-            output = 4 * width * narrower * narrower
+            output = wide * narrower * narrower
             elements = 2 * layers.take_outputs() - output
             if not block:
-                layers.add_convolution(f"{name}.downsample.0", 1, inputs, 4 * width, narrower, bias=False)
-                layers.add_norm(f"{name}.downsample.1", 4 * width)
+                layers.add_convolution(f"{name}.downsample.0", 1, inputs, wide, narrower, bias=False)
+                layers.add_norm(f"{name}.downsample.1", wide)
                 elements += layers.take_outputs()
             before = inputs * (56 * 56 if not (stage or block) else side * side)
             kept.append(Block(Activations(before + elements), Activations(before)))
-            inputs, side = 4 * width, narrower
+            inputs, side = wide, narrower
     layers.add_dense("fc", inputs, classes)
     last = Activations(inputs * (side * side + 1), classes, fixed_bytes=8)
     return NetworkArithmetic(

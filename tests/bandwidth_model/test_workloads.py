@@ -28,6 +28,8 @@ from distrib.errors import ConfigError
         # Published by torchvision's model pages and by Hugging Face under these names.
         ("ResNet-50", 25_557_032, 161),
         ("ResNet-101", 44_549_160, 314),
+        ("ResNeXt-101", 44_177_704, 314),
+        ("ResNeXt-101-32x8d", 88_791_336, 314),
         ("VGG-16", 138_357_544, 32),
         ("ViT-B", 86_567_656, 152),
         ("GPT-2", 124_439_808, 148),
@@ -48,7 +50,10 @@ def test_networks_have_the_parameters_that_were_published(name, parameters, tens
     )
 
 
-@pytest.mark.parametrize(("name", "products"), [("ResNet-50", 4.09e9), ("VGG-16", 15.47e9), ("ViT-B", 17.56e9)])
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [("ResNet-50", 4.09e9), ("ResNeXt-101-32x8d", 16.41e9), ("VGG-16", 15.47e9), ("ViT-B", 17.56e9)],
+)
 def test_forward_passes_do_the_work_that_was_published(name, products):
     assert network_arithmetic(name).forward_products == pytest.approx(
         products, rel=0.002
