@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal, NamedTuple
 
@@ -218,6 +219,62 @@ def vgg(stages: tuple[int, ...], classes: int = 1000) -> NetworkArithmetic:
         parameters=tuple(layers.parameters),
         others=Activations(elements, classes, fixed_bytes=8 * pooled + 2 * 4096 + 8),
     )
+
+
+EFFICIENTNET_STAGES = (
+    (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3), (6, 5, 2, 192, 4), (6, 3, 1, 320, 1),
+)  # fmt: skip
+"""Stages of EfficientNet-B0: expansion, kernel, stride, channels, blocks (arXiv:1905.11946, table 1)."""
+
+
+def efficientnet(width: float, depth: float, side: int, classes: int = 1000) -> NetworkArithmetic:
+    """Build an EfficientNet (Tan and Le 2019, arXiv:1905.11946) as in torchvision.
+
+    Args:
+        width: Factor of the channels of B0.
+        depth: Factor of the blocks of each stage.
+        side: Side of the images.
+        classes: Classes.
+    """
+    layers = _Convolutions()
+    inputs, side = _channels(32 * width), -(-side // 2)
+    layers.add_convolution("features.0.0", 3, 3, inputs, side, bias=False)
+    layers.add_norm("features.0.1", inputs)
+    # Kept: each convolution before and after normalisation, and after its activation function where it has one.
+    stem = Activations(3 * (2 * side) ** 2 + 3 * layers.take_outputs())
+    kept = []
+    for stage, (expansion, kernel, first_stride, base, blocks) in enumerate(EFFICIENTNET_STAGES, 1):
+        outputs = _channels(base * width)
+        for block in range(math.ceil(blocks * depth)):
+            name, stride = f"features.{stage}.{block}", 1 if block else first_stride
+            before, wide, narrower = inputs * side * side, expansion * inputs, -(-side // stride)
+            if expansion > 1:
+                layers.add_convolution(f"{name}.expand", 1, inputs, wide, side, bias=False)
+                layers.add_norm(f"{name}.expand_norm", wide)
+            layers.add_convolution(f"{name}.depthwise", kernel, wide, wide, narrower, bias=False, groups=wide)
+            layers.add_norm(f"{name}.depthwise_norm", wide)
+            computed = 3 * layers.take_outputs() + wide * narrower * narrower  # and scaled by squeeze and excitation
+            squeezed = max(1, inputs // 4)
+            layers.add_dense(f"{name}.squeeze", wide, squeezed)
+            layers.add_dense(f"{name}.excite", squeezed, wide)
+            layers.add_convolution(f"{name}.project", 1, wide, outputs, narrower, bias=False)
+            layers.add_norm(f"{name}.project_norm", outputs)
+            computed += layers.take_outputs()  # after normalisation it is the next block's input
+            kept.append(Block(Activations(before + computed), Activations(before)))
+            inputs, side = outputs, narrower
+    layers.add_convolution("features.8.0", 1, inputs, 4 * inputs, side, bias=False)
+    layers.add_norm("features.8.1", 4 * inputs)
+    last = Activations(inputs * side * side + 3 * layers.take_outputs() + 4 * inputs, classes, fixed_bytes=8)
+    layers.add_dense("classifier", 4 * inputs, classes)
+    return NetworkArithmetic(
+        parameters=tuple(layers.parameters), blocks=tuple(kept), others=_sum_activations(stem, last)
+    )
+
+
+def _channels(count: float) -> int:
+    """Round channels to a multiple of 8, as EfficientNet does: never by more than 10 % down."""
+    rounded = max(8, int(count + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * count else rounded
 
 
 def gpt2(layers: int, width: int, heads: int, tokens: int = 1024, words: int = 50257) -> NetworkArithmetic:

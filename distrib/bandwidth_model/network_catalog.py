@@ -41,7 +41,7 @@ class _Other(msgspec.Struct, forbid_unknown_fields=True):
 class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A network: the function that builds its arithmetic, with its arguments, and the usual training settings."""
 
-    kind: Literal["resnet", "vgg", "vit", "bert", "gpt2", "decoder", "t5"]
+    kind: Literal["resnet", "efficientnet", "vgg", "vit", "bert", "gpt2", "decoder", "t5"]
     shape: dict[str, Any]
     batch: int
     optimizer: Literal["sgd", "adam"]
@@ -56,6 +56,7 @@ class PublishedSpeed(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     gpu: str
     precision: Precision
     batch: int
+    """0 if the source does not state it."""
     samples_per_second: float
     source: str
     checkpointing: Checkpointing = "none"

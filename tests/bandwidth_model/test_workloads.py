@@ -30,6 +30,8 @@ from distrib.errors import ConfigError
         ("ResNet-101", 44_549_160, 314),
         ("ResNeXt-101", 44_177_704, 314),
         ("ResNeXt-101-32x8d", 88_791_336, 314),
+        ("EfficientNet-B0", 5_288_548, 213),
+        ("EfficientNet-B4", 19_341_616, 418),
         ("VGG-16", 138_357_544, 32),
         ("ViT-B", 86_567_656, 152),
         ("GPT-2", 124_439_808, 148),
@@ -52,7 +54,14 @@ def test_networks_have_the_parameters_that_were_published(name, parameters, tens
 
 @pytest.mark.parametrize(
     ("name", "products"),
-    [("ResNet-50", 4.09e9), ("ResNeXt-101-32x8d", 16.41e9), ("VGG-16", 15.47e9), ("ViT-B", 17.56e9)],
+    [
+        ("ResNet-50", 4.09e9),
+        ("ResNeXt-101-32x8d", 16.41e9),
+        ("EfficientNet-B0", 0.386e9),
+        ("EfficientNet-B4", 4.39e9),
+        ("VGG-16", 15.47e9),
+        ("ViT-B", 17.56e9),
+    ],
 )
 def test_forward_passes_do_the_work_that_was_published(name, products):
     assert network_arithmetic(name).forward_products == pytest.approx(
@@ -86,7 +95,9 @@ def test_a_published_speed_is_what_comes_out():
         if speed.gpu == "RTX-3090":  # not in the catalogue
             continue
         options = WorkloadOptions(checkpointing=speed.checkpointing)
-        found = catalog_workload(speed.network, speed.gpu, speed.batch, precision=speed.precision, options=options)
+        found = catalog_workload(
+            speed.network, speed.gpu, speed.batch or None, precision=speed.precision, options=options
+        )
         passes_seconds = found.forward_seconds + found.backward_seconds
         passes_seconds *= slowest_of(speed.ranks, found.variation)
         assert found.batch / passes_seconds == pytest.approx(speed.samples_per_second)
