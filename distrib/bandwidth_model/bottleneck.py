@@ -323,6 +323,8 @@ def _bus_limits(
 
 def _measured_ring(topology: Topology, host: str, ranks: int) -> Link | None:
     """Find the slowest link of the best measured ring through a host's first GPUs; None if measurements do not join them."""
+    if not topology.measured or all(link.host.lower() != host.lower() for link in topology.measured.inside):
+        return None
     group = topology.group_of(host)
     count = min(ranks, group.gpus.count) if group and group.gpus else ranks
     joined = [{gpu} for gpu in range(count)]
@@ -346,6 +348,8 @@ def _nvlink_of_job(group: NodeGroup, ranks: int) -> LinkSpec | None:
     links, nvlink = group.links, group.nvlink_spec
     if not links or not nvlink:
         return None
+    if links.nvswitch:
+        return nvlink
     count = group.gpus.count if group.gpus else ranks
     used = range(min(ranks, count))
     joined = {a: {b for b in used if links.links_of_pair(a, b, count)} for a in used}
@@ -355,7 +359,5 @@ def _nvlink_of_job(group: NodeGroup, ranks: int) -> LinkSpec | None:
         reached |= new
     if len(reached) < len(used):
         return None
-    if links.nvswitch:
-        return nvlink
     fewest = min(sum(links.links_of_pair(a, b, count) for b in used) for a in used)
     return nvlink.with_lanes(max(1, fewest))

@@ -132,9 +132,10 @@ def find_fabric(
     links = [link for link in (network, intra_node) if link]
     if network and not gpus:  # ranks of a CPU host share memory
         links = [network]
-    for link in links:
-        if not link.measured and (gpus or link is network):
-            notes += (f"{link.name} was not measured: the rate is from the catalogue; distrib-topo probe measures it",)
+    unmeasured = [link.name for link in links if not link.measured and (gpus or link is network)]
+    if unmeasured:
+        was = "was" if len(unmeasured) == 1 else "were"
+        notes += (f"{' and '.join(unmeasured)} {was} not measured: rates from the catalogue; see distrib-topo probe",)
     shares = _shares(topology, names, each, count)
     highest_share = max((ranks / cpus for ranks, cpus in shares), default=0.0)
     if highest_share > 1 and not gpus:

@@ -53,6 +53,8 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Bandwidth that collectives reach over links other than NVLink to all GPUs of the host."""
     compute_capability: Figure | None = None
     """Generation of an NVIDIA GPU, such as 9.0."""
+    gpus_per_host: int = 8
+    """GPUs of a host that is not described; of a rack whose GPUs NVLink joins, all of them."""
     peer_to_peer: bool = True
     """False if its driver copies between GPUs through host memory only."""
 
@@ -81,12 +83,27 @@ class NetworkFamily(msgspec.Struct, frozen=True, kw_only=True):
     latency_seconds: Figure
 
 
+class NamedNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """A network known by name, such as `EFA v2`: the NICs of a host and the rate of each."""
+
+    name: str
+    nics: int
+    device: str
+    """The beginning of the names of the NICs."""
+    rate: str
+    kind: str
+    hosts: str
+    """The hosts with such a network."""
+    source: str
+
+
 class HardwareCatalog(msgspec.Struct, frozen=True, kw_only=True):
     """The catalogue."""
 
     gpus: tuple[GpuSpec, ...]
     links: tuple[CatalogLink, ...]
     networks: tuple[NetworkFamily, ...]
+    named_networks: tuple[NamedNetwork, ...]
 
 
 class CatalogSource(msgspec.Struct, forbid_unknown_fields=True):
@@ -107,6 +124,7 @@ class _GpuEntry(msgspec.Struct, forbid_unknown_fields=True):
     pcie: tuple[str, str] | None = None
     peer_bandwidth: tuple[str, str] | None = None
     compute_capability: tuple[float, str] | None = None
+    gpus_per_host: tuple[int, str] | None = None
     peer_to_peer: tuple[bool, str] | None = None
     note: str = ""
 
@@ -132,6 +150,7 @@ class _CatalogFile(msgspec.Struct, forbid_unknown_fields=True):
     gpus: tuple[_GpuEntry, ...]
     links: tuple[_LinkEntry, ...]
     networks: tuple[_NetworkEntry, ...]
+    named_networks: tuple[NamedNetwork, ...] = ()
 
 
 def read_catalog_file(path: Path, kind: type[CatalogKind]) -> CatalogKind:
@@ -187,6 +206,7 @@ def hardware_catalog() -> HardwareCatalog:
                     else None
                 ),
                 compute_capability=figure(*gpu.compute_capability) if gpu.compute_capability else None,
+                gpus_per_host=gpu.gpus_per_host[0] if gpu.gpus_per_host else 8,
                 peer_to_peer=gpu.peer_to_peer is None or gpu.peer_to_peer[0],
             )
             for gpu in file.gpus
@@ -211,6 +231,10 @@ def hardware_catalog() -> HardwareCatalog:
             )
             for network in file.networks
         ),
+        named_networks=tuple(
+            msgspec.structs.replace(network, source=file.sources[network.source].title)
+            for network in file.named_networks
+        ),
     )
 
 
@@ -232,6 +256,22 @@ def network_family(devices: Sequence[str], rate_bytes_per_second: float = 0.0) -
     new = [network for network in named if network.min_rate_bytes_per_second <= rate_bytes_per_second]
     found = new or named[:1]
     return found[-1] if found else None
+
+
+def find_named_network(text: str) -> NamedNetwork | None:
+    """Find a network by name, in any spelling: `EFA v2`, `efav2`, `spectrum-x`.
+
+    Args:
+        text: The name.
+
+    Returns:
+        The network; None if unknown.
+    """
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    return next((network for network in hardware_catalog().named_networks if plain(network.name) == plain(text)), None)
 
 
 @functools.lru_cache(maxsize=256)

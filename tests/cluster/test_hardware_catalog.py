@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrib.cluster.hardware_catalog import find_gpu, gpu_hint, hardware_catalog
-from distrib.cluster.link_spec import parse_bus_link, parse_network_link, parse_uplink_rate
+from distrib.cluster.hardware_catalog import find_gpu, find_named_network, gpu_hint, hardware_catalog
+from distrib.cluster.link_spec import parse_bus_link, parse_network_kind, parse_network_link, parse_uplink_rate
 from distrib.errors import ConfigError
 
 
@@ -65,7 +65,22 @@ GPU_NAMES = [
     ("A1000", None),
     ("L40", None),
     ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-    ("H100 NVL", None),
+    ("NVIDIA H100 NVL", "H100-NVL-94GB"),
+    ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+    ("RTX 5090", "RTX-5090"),
+    ("NVIDIA RTX A6000", "RTX-A6000"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+    ("NVIDIA H20", "H20-SXM5-96GB"),
+    ("NVIDIA H800", "H800-SXM5-80GB"),
+    ("NVIDIA GH200 480GB", "GH200-96GB"),
+    ("NVIDIA B300", "B300"),
+    ("gb300 nvl72", "GB300-NVL72"),
+    ("GB200", "GB200"),
+    ("mi325x", "MI325X"),
+    ("AMD Instinct MI350X", "MI350X"),
+    ("Gaudi 3", "Gaudi3"),
+    ("RTX 3090 Ti", None),
     ("", None),
 ]
 
@@ -101,6 +116,25 @@ def test_well_known_figures_of_gpus_and_links():
     assert parse_uplink_rate("4 x HDR") == parse_uplink_rate("800Gb/s") == 100e9
     assert "bf16" not in find_gpu("V100").tflops
     assert "A100-SXM4-80GB" in gpu_hint("A1000")
+
+
+@pytest.mark.parametrize(
+    ("name", "nics", "gigabits"),
+    [
+        ("EFA v2", 32, 3200), ("efa-v3", 16, 3200), ("gVNIC", 1, 100), ("TCPX", 4, 800), ("azure ndr", 8, 3200),
+        ("Slingshot", 1, 200), ("omni-path 400", 1, 400), ("Spectrum-X", 1, 400),
+    ],
+)  # fmt: skip
+def test_networks_are_known_by_name(name, nics, gigabits):
+    known = find_named_network(name)
+    rate = parse_network_link(known.rate, parse_network_kind(known.kind)).rate_bytes_per_second
+    assert (known.nics, known.nics * rate) == (nics, gigabits * 1e9 / 8)
+    assert known.source and find_named_network("EFA v9") is None
+
+
+def test_a_rack_with_nvlink_between_its_hosts_is_one_host():
+    assert find_gpu("GB200 NVL72").gpus_per_host == find_gpu("GB300 NVL72").gpus_per_host == 72
+    assert find_gpu("H100").gpus_per_host == 8
 
 
 @pytest.mark.parametrize("kind", ["80GB", "16 GB", "80GB HBM3", "RTX", "GeForce RTX", "PCIe", "Tesla", "NVIDIA SXM4"])
