@@ -25,15 +25,11 @@ import msgspec
 
 from distrib.bandwidth_model import collective_cost
 from distrib.bandwidth_model.fabric import find_fabric
+from distrib.bandwidth_model.network_catalog import estimate_compute_rate, network_arithmetic, published_speeds
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Gradient, Workload
-from distrib.bandwidth_model.workload_catalog import (
-    catalog_workload,
-    estimate_compute_rate,
-    network_arithmetic,
-    published_speeds,
-)
+from distrib.bandwidth_model.workload_catalog import catalog_workload
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.strategy import Gradients, Strategy
 
@@ -217,7 +213,7 @@ def speeds_table() -> str:
         rate = estimate_compute_rate(speed.network, speed.gpu, speed.precision, excluded=speed)
         predicted = rate.flop_per_second / network_arithmetic(speed.network).training_flop
         lines.append(
-            f"|{speed.network}|{speed.gpu}|{speed.precision}|{speed.batch}|{speed.samples_per_second:g}|{predicted:.4g}|"
+            f"|{speed.network}|{speed.gpu}|{speed.precision}|{speed.batch or '-'}|{speed.samples_per_second:g}|{predicted:.4g}|"
             f"{predicted / speed.samples_per_second - 1:+.1%}|"
         )
     return "\n".join(lines)

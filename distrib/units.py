@@ -218,6 +218,19 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def compact_text(value: float) -> str:
+    """Format a number for a table: three digits with k, M, B or T, such as `18.9k` or `300B`.
+
+    Args:
+        value: Any number of 0 or more.
+    """
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        scaled = value / factor
+        if value >= 9999.5 and scaled >= 0.9995:
+            return (f"{scaled:,.0f}" if scaled >= 999.5 else f"{scaled:.3g}") + suffix
+    return number_text(value)
+
+
 def count_text(count: int, what: str) -> str:
     """Format a number of things, such as `1 rank` or `8 ranks`.
 

@@ -181,3 +181,18 @@ def test_any_text_is_read_or_refused(text):
             assert str(error)
         else:
             assert value >= 0 and math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0335, "0.0335"), (8626, "8,626"), (12_900, "12.9k"), (999_600, "1M"), (3e11, "300B"), (1.5e16, "15,000T")],
+)  # fmt: skip
+def test_numbers_of_a_table_are_short(value, text):
+    assert units.compact_text(value) == text
+
+
+@given(st.floats(0, 1e17))
+def test_a_short_number_has_three_digits_of_the_value(value):
+    text = units.compact_text(value).replace(",", "")
+    factor = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1], 1)
+    assert float(text.rstrip("kMBT")) * factor == pytest.approx(value, rel=0.006)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.bandwidth_model.fabric import HYPOTHETICAL
-from distrib.cluster.hardware_catalog import find_gpu, gpu_hint
+from distrib.bandwidth_model.training_cost import Price, parse_price
+from distrib.cluster.hardware_catalog import find_gpu, find_named_network, gpu_hint, hardware_catalog
 from distrib.cluster.link_spec import split_multiple
 from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup
 from distrib.cluster.topology import Switch, Topology
@@ -35,7 +36,7 @@ class NetworkOption(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     nics: tuple[Nic, ...]
-    price: float | None = None
+    price: Price | None = None
 
 
 def reference_network(gpu: str) -> str | None:
@@ -67,18 +68,21 @@ def parse_network_option(text: str, gpudirect: bool | None, option: str = "--net
         if priced and option != "--compare":
             raise ValueError("a price belongs to --compare")
         nic = _nic(name, gpudirect)
-        amount = _price(price.strip()) if priced else None
+        amount = parse_price(price) if priced else None
     except ValueError as error:
-        raise ConfigError(
-            f"{option} {text or repr(text)}: {error}", hint="write such as 25GbE, HDR, '4 x NDR' or 'RoCE 100Gb/s'"
-        ) from None
+        hint = f"write such as 25GbE, HDR, '4 x NDR' or 'RoCE 100Gb/s'; known are {', '.join(known_networks())}"
+        raise ConfigError(f"{option} {text or repr(text)}: {error}", hint=hint) from None
     return NetworkOption(text=name, nics=(nic,), price=amount)
 
 
 def _nic(name: str, gpudirect: bool | None) -> Nic:
     count, rate = split_multiple(name)
     if not 1 <= count <= 64:
-        raise ValueError(f"{count} cards in a node")
+        raise ValueError(f"{count} NICs of a host, expected 1 to 64")
+    if "sharp" in rate.lower():
+        raise ValueError("reductions in switches (SHARP) are not modelled; name the ports alone, such as 8 x NDR")
+    if named := find_named_network(rate):
+        return _nics(named.device, count if rate != name else named.nics, named.rate, named.kind, gpudirect)
     given = _KIND.match(rate)
     kind = None
     if given:
@@ -90,13 +94,19 @@ def _nic(name: str, gpudirect: bool | None) -> Nic:
         rate += "Gb/s"
     if re.match(r"[0-9.]+ *([kMGT]?(bit|b|B)([/p]s)?)?$", rate) and not kind:
         raise ValueError(f"{rate!r} is ambiguous")
-    return Nic(name="nic0" if count == 1 else f"nic[0-{count - 1}]", rate=rate, kind=kind, gpudirect=gpudirect)
+    return _nics("nic", count, rate, kind, gpudirect)
 
 
-def _price(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text):
-        raise ValueError(f"{text or repr(text)} is not a price; write a number such as HDR=900")
-    return float(text)
+def _nics(device: str, count: int, rate: str, kind: str | None, gpudirect: bool | None) -> Nic:
+    name = f"{device}0" if count == 1 else f"{device}[0-{count - 1}]"
+    return Nic(name=name, rate=rate, kind=kind, gpudirect=gpudirect)
+
+
+def known_networks() -> tuple[str, ...]:
+    """List the networks that have a name."""
+    catalog = hardware_catalog()
+    ports = [link.name for link in catalog.links if link.kind in ("infiniband", "ethernet")]
+    return (*ports, *(network.name for network in catalog.named_networks))
 
 
 def catalog_gpu_name(kind: str) -> str:

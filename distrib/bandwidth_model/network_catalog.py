@@ -282,7 +282,8 @@ def peak_flop_per_second(gpu: str, precision: Precision) -> float:
     if other:
         return other.amp * 1e12
     tflops = gpu_spec(gpu).tflops
-    kind: Any = "fp16" if precision == "amp" else precision
+    half = "bf16" if "bf16" in tflops else "fp16"  # Gaudi's fp16 is slower
+    kind: Any = half if precision == "amp" else precision
     return (tflops[kind] if kind in tflops else tflops["fp32"]).value * 1e12
 
 

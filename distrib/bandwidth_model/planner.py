@@ -9,6 +9,8 @@ from typing import TypedDict
 import msgspec
 
 from distrib.bandwidth_model import workload_catalog
+from distrib.bandwidth_model.bottleneck import RingLink
+from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.hypothetical import NetworkOption
 from distrib.bandwidth_model.memory_estimate import MemoryEstimate
 from distrib.bandwidth_model.network_catalog import find_network
@@ -23,11 +25,22 @@ from distrib.bandwidth_model.recommendations import (
 from distrib.bandwidth_model.scaling import find_job, needed_bandwidth, predict_limit, predict_step
 from distrib.bandwidth_model.shard_choice import ShardChoice, choose_shard, explain_choices
 from distrib.bandwidth_model.sharding import shard_group
+from distrib.bandwidth_model.training_cost import (
+    AMORTIZATION_YEARS,
+    HostPrices,
+    Price,
+    TrainingEstimate,
+    TrainingGoal,
+    estimate_training,
+    peak_flop_per_second,
+)
 from distrib.bandwidth_model.workload import Workload, is_workload_file, read_workload
 from distrib.bandwidth_model.workload_catalog import WorkloadOptions
+from distrib.cluster.hardware_catalog import find_gpu
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
+from distrib.units import bit_rate_text, count_text
 
 
 class JobPlace(TypedDict):
@@ -55,6 +68,12 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     networks: tuple[tuple[NetworkOption, Topology], ...] = ()
     """Networks to compare, each with the cluster that has it."""
+    network_choice: str = ""
+    """The network of the predictions and its origin, if an option names it, such as `HDR, the first of --compare`."""
+    goal: TrainingGoal = TrainingGoal()
+    prices: HostPrices = HostPrices()
+    network_price: Price | None = None
+    """The price of the network of the predictions, for one host."""
 
     @property
     def largest(self) -> int:
@@ -74,12 +93,14 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The same job on one of several networks; prices are those of all hosts of the largest job."""
+    """The same job on one of several networks."""
 
     network: str
     predictions: tuple[Prediction, ...]
-    price: float | None = None
-    price_per_efficiency_percent: float | None = None
+    estimates: tuple[TrainingEstimate, ...]
+    """One for each prediction, with the price of the network."""
+    network_price: Price | None = None
+    """The price of the network of one host."""
 
 
 class WorkloadSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +124,15 @@ class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     workload: WorkloadSummary
     topology: str
+    network: str
+    """The network of the predictions between hosts, such as `HDR`; empty for one host."""
     ranks_per_node: int
     """The most ranks of a host."""
     predictions: tuple[Prediction, ...]
+    estimates: tuple[TrainingEstimate, ...]
+    """One for each prediction."""
+    assumptions: tuple[str, ...]
+    """Assumptions about the network, the prices and the ranges."""
     wanted_efficiency: float
     needed_bytes_per_second: float | None
     limit: ScalingLimit | None
@@ -116,6 +143,7 @@ class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a rank of the largest job, for networks of the catalogue on GPUs."""
     advice: tuple[Recommendation, ...]
     compared: tuple[NetworkComparison, ...]
+    """Lowest cost per sample first, where the costs are known."""
     expected_error: float
     """Expected relative error of the step time, of links and workload together."""
     notes: tuple[str, ...]
@@ -198,6 +226,7 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
 
     base = tuple(choice.chosen for choice in choices)
     strategy = max(base, key=lambda each: each.hosts).strategy
+    fabric, _ = find_job(request.topology, workload, **largest)
     needed = None
     if request.largest > 1:
         needed = needed_bandwidth(request.topology, workload, strategy, **largest, efficiency=request.efficiency)
@@ -210,8 +239,11 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
             expected_error=workload.expected_error, source=workload.software.get("speed", "a profile"),
         ),
         topology=request.topology.source,
+        network=request.network_choice or (fabric.network.text if fabric.network else ""),
         ranks_per_node=last.ranks_per_host,
         predictions=base,
+        estimates=_estimates(request, request.topology, base, request.network_price),
+        assumptions=_assumptions(request, fabric),
         wanted_efficiency=request.efficiency,
         needed_bytes_per_second=needed,
         limit=None if needed or request.largest == 1 else predict_limit(request.topology, workload, strategy, **largest),
@@ -219,9 +251,9 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
             request.topology, workload, strategy, hosts=largest["hosts"], ranks_per_host=largest["ranks_per_host"],
             baseline=max(base, key=lambda each: each.hosts),
         ),
-        memory=_memory(request.topology, workload, strategy, largest),
+        memory=_memory(workload, fabric, strategy),
         advice=() if last.ranks == 1 else recommend(request.topology, workload, strategy, **largest),
-        compared=tuple(_compare(network, predicted(topology), request.largest) for network, topology in request.networks),
+        compared=_compare(request, [predicted(topology) for _, topology in request.networks]),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
         notes=(*(explain_choices(choices) if request.chooses_shard else ()), *request.notes, *last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
     )  # fmt: skip
@@ -239,19 +271,86 @@ def _predict(request: PlanRequest, topology: Topology, nodes: int) -> ShardChoic
     return ShardChoice(chosen=prediction, candidates=(prediction,))
 
 
-def _memory(topology: Topology, workload: Workload, strategy: Strategy, job: JobPlace) -> MemoryEstimate | None:
+def _memory(workload: Workload, fabric: Fabric, strategy: Strategy) -> MemoryEstimate | None:
     if not workload.has_network:
         return None
-    fabric, _ = find_job(topology, workload, job["hosts"], job["ranks_per_host"], job["nodes"])
     return workload_catalog.catalog_memory(
         workload, ranks=fabric.ranks, device_bytes=fabric.memory_bytes, shards=shard_group(fabric, strategy),
         gathers_all=strategy.shard == "grads",
     )  # fmt: skip
 
 
-def _compare(network: NetworkOption, predictions: tuple[Prediction, ...], nodes: int) -> NetworkComparison:
-    price = network.price * nodes if network.price is not None else None
-    per = price / (100 * predictions[-1].efficiency) if price is not None else None
-    return NetworkComparison(
-        network=network.text, predictions=predictions, price=price, price_per_efficiency_percent=per
+def _estimates(
+    request: PlanRequest, topology: Topology, predictions: tuple[Prediction, ...], network_price: Price | None
+) -> tuple[TrainingEstimate, ...]:
+    workload = request.workload
+    one_host = next((each for each in predictions if each.hosts == 1), _predict(request, topology, 1).chosen)
+    kinds = {gpus.kind for host in request.hosts if (gpus := topology.gpus_of(host)) and gpus.kind}
+    is_mixed = any(find_gpu(kind) != find_gpu(workload.device) for kind in kinds)
+    return tuple(
+        estimate_training(
+            prediction,
+            one_host,
+            workload,
+            goal=request.goal,
+            prices=request.prices,
+            network_price=network_price,
+            peak=None if is_mixed else peak_flop_per_second(workload),
+        )
+        for prediction in predictions
     )
+
+
+def _compare(request: PlanRequest, predictions: list[tuple[Prediction, ...]]) -> tuple[NetworkComparison, ...]:
+    """Compare the networks, lowest cost per sample on the most hosts first; those of unknown cost last, in the given order."""
+    is_priced = any(network.price for network, _ in request.networks)
+    found = [
+        NetworkComparison(
+            network=network.text,
+            predictions=each,
+            estimates=_estimates(
+                # Without the price of its network, the cost of a job would be too low beside others.
+                msgspec.structs.replace(request, prices=HostPrices()) if is_priced and not network.price else request,
+                topology,
+                each,
+                network.price,
+            ),
+            network_price=network.price,
+        )
+        for (network, topology), each in zip(request.networks, predictions, strict=True)
+    ]
+
+    def cost(compared: NetworkComparison) -> float:
+        last = compared.estimates[-1].cost_per_million_samples
+        return last.value if last else float("inf")
+
+    return tuple(sorted(found, key=cost))
+
+
+def _assumptions(request: PlanRequest, fabric: Fabric) -> tuple[str, ...]:
+    choice = request.network_choice
+    if fabric.network and request.networks and not choice:
+        choice = f"{fabric.network.text} of {request.topology.source}, none of --compare"
+    found = [_network_text(fabric.network, choice, gpus=fabric.gpus)] if fabric.network else []
+    if request.networks and not fabric.network:
+        found.append(f"one host uses no network; {request.network_choice} is not used")
+    spec = find_gpu(request.workload.device)
+    if spec and fabric.ranks_per_host > 8 and spec.gpus_per_host == fabric.ranks_per_host:
+        found.append(f"a host is a rack of {spec.gpus_per_host} GPUs that NVLink joins")
+    prices = [request.prices.host, *(network.price for network, _ in request.networks)]
+    if any(price and not price.is_hourly for price in prices):
+        found.append(f"purchase prices are spread over {AMORTIZATION_YEARS} years of continuous use")
+    return tuple(found)
+
+
+def _network_text(link: RingLink, choice: str, *, gpus: bool) -> str:
+    """Describe the network that was assumed: NICs, transport and GPUDirect RDMA."""
+    text = f"network {choice or link.text or 'as measured'}: {count_text(link.ports, 'NIC')} a host"
+    if link.kind == "ethernet":
+        return f"{text}, TCP at {bit_rate_text(link.bytes_per_second)} (write such as 'RoCE 100Gb/s' for RDMA)"
+    if link.kind not in ("infiniband", "roce"):
+        return text
+    if not gpus:
+        return f"{text}, RDMA"
+    setting = {None: "assumed on", True: "on", False: "off"}[link.gpudirect]
+    return f"{text}, RDMA, GPUDirect RDMA {setting}"

@@ -190,6 +190,11 @@ def predict_on_fabric(fabric: Fabric, workload: Workload, strategy: Strategy, *,
     alone = step_alone_seconds(fabric, workload, strategy)
     efficiency = _efficiency(fabric, workload, strategy, step)
     notes = fabric.notes
+    if _has_one_server(fabric, strategy):
+        notes += (
+            f"mode async on one host: each of {fabric.ranks} ranks sends its own gradients to the one server; "
+            "on several hosts, the ranks of a host send their mean",
+        )
     loading = strategy.accumulate * workload.loader_seconds / alone
     if loading > NEGLIGIBLE_FRACTION:
         advice = "less work for each sample" if step.starved_seconds else "more num_workers"
@@ -236,9 +241,12 @@ def _overheads(
     own, slowest = rank_slowness(fabric, workload, strategy), slowest_rank_factor(fabric, workload, strategy)
     link = _narrowest_link(fabric)
     ranks = synchronized_ranks(fabric, strategy)
+    exposed_by = f"link {link.name}" if link else ""
+    if _has_one_server(fabric, strategy):
+        exposed_by = f"the one parameter server: each of {fabric.ranks} ranks sends its own gradients"
     overheads = [
         Overhead(what=latency_cause, seconds=latency_seconds),
-        Overhead(what=f"link {link.name}" if link else "", seconds=step.exposed_seconds - latency_seconds),
+        Overhead(what=exposed_by, seconds=step.exposed_seconds - latency_seconds),
         Overhead(
             what="slower GPUs" if fabric.gpus else "more ranks than CPUs",
             seconds=waited + own * computed - step_alone_seconds(fabric, workload, strategy),
@@ -256,6 +264,11 @@ def _overheads(
     return tuple(sorted((one for one in overheads if one.seconds > 1e-9), key=lambda one: -one.seconds))
 
 
+def _has_one_server(fabric: Fabric, strategy: Strategy) -> bool:
+    """Test if all ranks share a host with its parameter server, which then limits them, not a link."""
+    return strategy.mode == "async" and fabric.network is None and fabric.ranks > 1
+
+
 def _narrowest_link(fabric: Fabric) -> RingLink | None:
     """Return the narrowest link; on CPU hosts, whose ranks share memory, the one between hosts."""
     links = [link for link in (fabric.network, fabric.intra_node) if link]
@@ -268,7 +281,7 @@ def _bottleneck(
     fabric: Fabric, workload: Workload, strategy: Strategy, buckets: tuple[GradientBucket, ...], step: Step
 ) -> Bottleneck | None:
     link = _narrowest_link(fabric)
-    if link is None or step.exposed_seconds <= NEGLIGIBLE_FRACTION * step.seconds:
+    if link is None or _has_one_server(fabric, strategy) or step.exposed_seconds <= NEGLIGIBLE_FRACTION * step.seconds:
         return None
     needed = None
     if link is fabric.network and _efficiency(fabric, workload, strategy, step) < TARGET_EFFICIENCY:

@@ -1,4 +1,4 @@
-"""Plots of `distrib-topo plan`: scaling against the ideal, and the timeline of a step."""
+"""Plots of `distrib-topo plan`: efficiency with its range, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from distrib import units
 from distrib.bandwidth_model.planner import PlanRequest, ScalingPlan
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
+from distrib.bandwidth_model.training_cost import TrainingEstimate
 from distrib.utils import plotting
 from distrib.utils.plotting import GREY, GROUPS, INK, LINE, PAPER
 
@@ -54,41 +55,61 @@ def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
 
 
 def _scaling_figure(plan: ScalingPlan) -> Any:
-    """Plot samples per second against the number of ranks, with ideal scaling for comparison."""
+    """Plot the efficiency relative to one rank against the number of ranks, with the range of the predictions."""
     work = plan.workload
+    curves = {each.network: each.estimates for each in plan.compared} or {plan.network or "predicted": plan.estimates}
     with plotting.plot_style():
         figure = plotting.new_figure(8, 4.8)
         axes = figure.add_subplot()
-        ranks = [prediction.ranks for prediction in plan.predictions]
-        ideal = [prediction.ranks * work.batch / prediction.compute_seconds for prediction in plan.predictions]
-        axes.plot(ranks, ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
-        if plan.compared:
-            for number, each in enumerate(plan.compared):
-                _curve(axes, ranks, each.predictions, GROUPS[number % len(GROUPS)], each.network)
-        else:
-            _curve(axes, ranks, plan.predictions, GROUPS[0], "predicted")
-            for count, prediction in zip(ranks, plan.predictions, strict=True):
-                axes.annotate(
-                    f"{prediction.efficiency:.0%}", (count, prediction.samples_per_second), xytext=(0, -14),
-                    textcoords="offset points", ha="center", color=INK, size=9,
-                )  # fmt: skip
+        ranks = _spaced([estimate.ranks for estimate in plan.estimates])
+        axes.axhline(100, color=GREY, linestyle="--", linewidth=1)
+        for number, (network, estimates) in enumerate(curves.items()):
+            _curve(axes, network, estimates, GROUPS[number % len(GROUPS)], is_labelled=len(curves) == 1)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        axes.yaxis.set_major_formatter(lambda value, _: units.number_text(value))
-        axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+        axes.set_xticks(ranks, [units.compact_text(count) for count in ranks])
         axes.minorticks_off()
+        axes.margins(x=0.08)
+        axes.set_ylim(0, 105)
+        axes.set_yticks(range(0, 101, 20), [f"{percent}%" for percent in range(0, 101, 20)])
         axes.set_xlabel("ranks")
-        axes.set_ylabel("samples a second")
-        axes.set_title(f"{work.name} on {work.device}, {work.batch} samples a rank", loc="left", color=INK, size=12)
+        axes.set_ylabel("efficiency relative to one rank")
+        title = f"{work.name} on {work.device}, {work.batch} samples a rank"
+        axes.set_title(title, loc="left", color=INK, size=12)
         axes.grid(color=LINE, linewidth=0.5)
-        axes.legend(frameon=False)
+        figure.legend(
+            loc="outside lower left", ncols=3, frameon=False, title="network, 10th to 90th percentile", alignment="left"
+        )
     return figure
 
 
-def _curve(axes: Any, ranks: Sequence[int], predictions: Sequence[Prediction], colour: str, label: str) -> None:
-    rates = [prediction.samples_per_second for prediction in predictions]
-    axes.plot(ranks, rates, color=colour, marker="o", markersize=4, label=label)
+def _curve(axes: Any, network: str, estimates: Sequence[TrainingEstimate], colour: str, *, is_labelled: bool) -> None:
+    ranks = [estimate.ranks for estimate in estimates]
+    found = [estimate.efficiency_of_one_rank for estimate in estimates]
+    low, middle, high = ([100 * getattr(each, part) for each in found] for part in ("p10", "value", "p90"))
+    axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(ranks, middle, color=colour, marker="o", markersize=4, label=network)
+    for count in _spaced(ranks) if is_labelled else ():
+        percent = middle[ranks.index(count)]
+        side = -15 if percent > 12 else 7  # below the falling curve, above the axis
+        axes.annotate(
+            f"{percent:.0f}%",
+            (count, percent),
+            xytext=(0, side),
+            textcoords="offset points",
+            ha="center",
+            color=INK,
+            size=9,
+        )
+
+
+def _spaced(ranks: Sequence[int]) -> list[int]:
+    """Select counts whose labels do not overlap on a logarithmic axis, the largest among them."""
+    gap = (max(ranks) / min(ranks)) ** (1 / 16)  # 16 labels fit
+    shown: list[int] = []
+    for count in sorted(set(ranks), reverse=True):
+        if not shown or shown[-1] / count >= gap:
+            shown.append(count)
+    return shown[::-1]
 
 
 def _timeline_figure(prediction: Prediction, title: str) -> Any:

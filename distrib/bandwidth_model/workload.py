@@ -104,6 +104,26 @@ MAX_VALUES = {
 """Largest values of fields; larger ones are errors of units or typing. All are 0 or more."""
 
 
+def missing_fields(document: object) -> list[str]:
+    """List the required fields that a profile lacks, by their paths.
+
+    Args:
+        document: The content of the file.
+    """
+    if not isinstance(document, dict):
+        return []
+    missing = [f"$.{name}" for name in _required(Workload) if name not in document]
+    gradients = document.get("gradients")
+    for number, gradient in enumerate(gradients if isinstance(gradients, list) else ()):
+        if isinstance(gradient, dict):
+            missing += [f"$.gradients[{number}].{name}" for name in _required(Gradient) if name not in gradient]
+    return missing
+
+
+def _required(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(kind) if field.required]
+
+
 def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
     """Write a workload as JSON, atomically.
 
@@ -135,10 +155,13 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
     again = "write one with distrib-launch --profile FILE SCRIPT"
     try:
         # json reads NaN and infinities, which are then reported by field. An integer beyond the range of floats is read as infinity.
-        content = json.loads(
+        document = json.loads(
             Path(path).read_bytes(), parse_int=lambda text: int(text) if len(text) < 309 else float(text)
         )
-        found = msgspec.convert(content, Workload)
+        if missing := missing_fields(document):
+            shown_fields = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise ConfigError(f"{shown}: missing: {shown_fields}", hint=again, code="workload-invalid")
+        found = msgspec.convert(document, Workload)
     except OSError as error:
         raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again, code="file-unreadable") from None
     except msgspec.ValidationError as error:
@@ -154,7 +177,8 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
     except (ValueError, RecursionError) as error:
         what = "is nested too deeply" if isinstance(error, RecursionError) else "is not UTF-8 JSON"
         raise ConfigError(f"{shown}: {what}", hint=again, code="workload-invalid") from None
-    return validate_workload(found, shown)
+    check_profile(validate_workload(found, shown), shown)
+    return found
 
 
 def is_workload_file(given: str) -> bool:
@@ -181,6 +205,28 @@ def validate_workload(workload: Workload, source: str = "workload") -> Workload:
             f"{source}: {path}: {what}", hint="measure it again, or correct the file", code="workload-invalid"
         )
     return workload
+
+
+def check_profile(workload: Workload, source: str) -> None:
+    """Check that the fields of a profile do not contradict each other.
+
+    Args:
+        workload: The valid workload.
+        source: The file, for errors.
+
+    Raises:
+        ConfigError: Two fields contradict each other; it names both.
+    """
+    size, elements = workload.parameter_bytes, sum(gradient.elements for gradient in workload.gradients)
+    contradiction = ""
+    if size < elements:
+        contradiction = f"$.parameter_bytes: {size:,} bytes contradict $.gradients, which have {elements:,} elements"
+    elif workload.memory_bytes is not None and workload.memory_bytes < size:
+        contradiction = f"$.memory_bytes: {workload.memory_bytes:,} bytes contradict $.parameter_bytes, {size:,} bytes"
+    if contradiction:
+        raise ConfigError(
+            f"{source}: {contradiction}", hint="measure it again, or correct the file", code="workload-invalid"
+        )
 
 
 def _workload_errors(workload: Workload) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distrib.bandwidth_model.prediction import Prediction
@@ -98,7 +98,9 @@ def test_more_bandwidth_is_never_slower_and_results_are_finite(case, factor):
 @settings(max_examples=60, deadline=None)
 @given(case=cases, more=st.integers(1, 200))
 def test_more_hosts_never_raise_efficiency(case, more):
-    assert case.predict(hosts=case.hosts + more).efficiency <= case.predict().efficiency * (1 + ROUNDING)
+    few = case.predict()
+    assume(not any("mode async on one host" in note for note in few.notes))  # it says why one host is slower
+    assert case.predict(hosts=case.hosts + more).efficiency <= few.efficiency * (1 + ROUNDING)
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,8 +7,10 @@ import math
 import msgspec
 import pytest
 
+from distrib.bandwidth_model.hypothetical import hypothetical_cluster, parse_network_option
 from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Gradient
+from distrib.bandwidth_model.workload_catalog import catalog_workload
 from distrib.cluster.topology import parse_topology
 from distrib.errors import ConfigError
 from distrib.strategy import Gradients, OuterOptimizer, Strategy
@@ -24,7 +26,7 @@ def test_one_rank_without_topology_has_full_efficiency():
 def test_hosts_beyond_the_topology_are_extrapolated_with_a_note():
     told = predict_step(lab(), job(), hosts=100, ranks_per_host=2)
     assert any("100 are extrapolated" in note for note in told.notes)
-    assert any("was not measured" in note for note in told.notes)
+    assert any("not measured" in note for note in told.notes)
     assert told.efficiency < predict_step(lab(), job(), hosts=4, ranks_per_host=2).efficiency
 
 
@@ -180,3 +182,13 @@ def test_a_workload_that_exceeds_gpu_memory_does_not_fit():
     large = msgspec.structs.replace(job(), memory_bytes=48 * 10**9)
     assert predict_step(lab(), large, hosts=2).fits_memory is False
     assert predict_step(lab(), msgspec.structs.replace(job(), memory_bytes=None), hosts=2).fits_memory is None
+
+
+def test_mode_async_on_one_host_says_why_it_is_slower_than_on_two():
+    cluster = hypothetical_cluster(("n1", "n2"), 8, "A100-SXM4-80GB", parse_network_option("HDR", None))
+    work = catalog_workload("ResNet-50", "A100")
+    one, two = (predict_step(cluster, work, Strategy(mode="async"), hosts=n, ranks_per_host=8) for n in (1, 2))
+    assert one.efficiency < two.efficiency
+    assert any("mode async on one host: each of 8 ranks" in note for note in one.notes)
+    assert not any("mode async" in note for note in two.notes)
+    assert one.cap is None and one.losses[0].what.startswith("the one parameter server: ")

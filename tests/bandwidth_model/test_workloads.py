@@ -165,6 +165,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         ("batch", 0, r"\$\.batch: 0 samples"),
         ("backward_seconds", "fast", r"`\$\.backward_seconds`"),
         ("parameter_bytes", 0, r"\$\.parameter_bytes"),
+        ("memory_bytes", 5, r"\$\.memory_bytes: 5 bytes contradict \$\.parameter_bytes"),
+        ("parameter_bytes", 5, r"\$\.parameter_bytes: 5 bytes contradict \$\.gradients"),
         ("forward_seconds", math.nan, r"\$\.forward_seconds: nan, expected"),
         ("backward_seconds", 1.7e308, r"\$\.backward_seconds: 1\.7e\+308, expected 1e\+06 at most"),
         ("variation", math.inf, r"\$\.variation: inf, expected"),
@@ -224,7 +226,8 @@ def test_no_file_and_no_json_are_told(tmp_path):
         (b"", r"p\.json:1: is not valid JSON: "),
         (b'{\n"name": x}', r"p\.json:2: is not valid JSON: "),
         (b"[" * 100_000, r"p\.json: is nested too deeply"),
-        (b"{}", r"missing required field `name`; write one with"),
+        (b"{}", r"p\.json: missing: \$\.name, \$\.origin, .* and 1 more; write one with"),
+        (b'{"name": "n", "gradients": [{"name": "w"}]}', r"missing: .*\$\.gradients\[0\]\.elements"),
     ]:
         (tmp_path / "p.json").write_bytes(text)
         with pytest.raises(ConfigError, match=says):

@@ -7,6 +7,7 @@ import re
 
 from distrib import units
 from distrib.bandwidth_model import planner, scaling_plot
+from distrib.bandwidth_model.training_cost import AMORTIZATION_YEARS, Price, parse_amount, parse_price
 from distrib.cluster.hosts import MAX_HOSTS
 from distrib.utils import plotting
 from distrib.utils.json_text import encode_json
@@ -56,11 +57,11 @@ def add_options(plan: Parser) -> None:
     what.add_argument("--compile", action="store_true", help="assume torch.compile, for decoders such as Llama")
     what.add_argument("--shard", choices=["none", "grads", "host", "all", "auto"], default="none", help=CommonHelp("divide parameters, "
                       "gradients and optimizer over all ranks (FSDP) or those of a host (HSDP); auto: the fastest that fits"))  # fmt: skip
-    what.add_argument("--compare", metavar="NET[=PRICE],...", help=CommonHelp("compare networks and prices per host, such as "
-                      "100GbE=400,HDR=1000"))  # fmt: skip
+    what.add_argument("--compare", metavar="NET[=PRICE],...", help=CommonHelp("compare networks, with prices per host of a purchase or "
+                      "an hour, such as 100GbE=400,HDR=0.2/h"))  # fmt: skip
     what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the bandwidth for this (default: 90%%)"))  # fmt: skip
     described = plan.add_argument_group("a transformer by its size, in place of --workload")
-    described.add_argument("--params", type=_count, metavar="N", help="assume a decoder of N parameters, such as 7B")
+    described.add_argument("--params", type=_amount, metavar="N", help="assume a decoder of N parameters, such as 7B")
     described.add_argument("--layers", type=integer("layers"), metavar="N", help="assume N layers, such as 32")
     described.add_argument(
         "--hidden", type=integer("features"), metavar="N", help="assume N features of a token, such as 4096"
@@ -76,6 +77,22 @@ def add_options(plan: Parser) -> None:
     measured.add_argument("--backward", type=fraction, metavar="FRACTION", help="assume that backward takes this part of the step, such "
                           "as 0.6 (default: 2/3)")  # fmt: skip
     training_options.add_options(plan, shown=str)
+    cost = plan.add_argument_group("time and cost")
+    length = cost.add_mutually_exclusive_group()
+    length.add_argument(
+        "--tokens", type=_amount, metavar="N", help=CommonHelp("report the time to train on N tokens, such as 300B")
+    )
+    length.add_argument(
+        "--samples", type=_amount, metavar="N", help=CommonHelp("report the time to train on N samples, such as 90M")
+    )
+    cost.add_argument(
+        "--gpu-hour",
+        type=_positive,
+        metavar="PRICE",
+        help=CommonHelp("report the cost for this price of a GPU and hour, such as 2.5"),
+    )
+    cost.add_argument("--host-price", type=_price, metavar="PRICE", help="add this price of each host, of a purchase such as 250000 (over "
+                      f"{AMORTIZATION_YEARS} years), or of an hour such as 32/h")  # fmt: skip
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help=CommonHelp("print JSON: seconds, bytes, bytes per second"))
     output.add_argument("--plot", metavar="FILE", action="append", default=[], help=CommonHelp("draw the scaling into FILE, or the timeline of "
@@ -119,15 +136,25 @@ def _nodes(given: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _count(given: str) -> float:
-    """Parse a number of parameters, such as `7B`, `350M` or `7e9`."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?(?:[eE][0-9]{1,2})?) ?([kKMBGT]?)", given.strip())
-    value = (
-        float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2].upper()] if match else 0
-    )
-    if not 1 <= value <= 1e14:
-        raise argparse.ArgumentTypeError(f"{given!r} is not a number of parameters; write such as 7B or 350M")
-    return value
+def _amount(given: str) -> float:
+    try:
+        return parse_amount(given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(given: str) -> float:
+    price = _price(given)
+    if price.is_hourly or not price.amount:
+        raise argparse.ArgumentTypeError(f"{given!r} is not a price above 0; write such as 2.5")
+    return price.amount
+
+
+def _price(given: str) -> Price:
+    try:
+        return parse_price(given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _duration(given: str) -> float:

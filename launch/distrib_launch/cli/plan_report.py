@@ -12,10 +12,11 @@ from distrib.bandwidth_model.planner import NetworkComparison, PlanRequest, Scal
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.recommendations import Recommendation, faster_subset_text, include_option
 from distrib.bandwidth_model.scaling import NEGLIGIBLE_FRACTION
-from distrib.units import bit_rate_text, duration_text, number_text, size_text
+from distrib.bandwidth_model.training_cost import Estimate
+from distrib.units import bit_rate_text, compact_text, count_text, duration_text, number_text, size_text
 
-MAX_ROWS = 6
-"""Rows of a table of recommendations: those that are worth a trial."""
+MAX_ROWS = 4
+"""Rows of the table of recommendations; `--json` has all."""
 
 
 def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
@@ -26,37 +27,25 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
         plan: Predictions and recommendations.
     """
     work = plan.workload
-    report = [
-        *_wrapped(
-            f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
-            f"{duration_text(work.compute_seconds + work.loader_seconds)} a step alone, {size_text(work.gradient_bytes)} of gradients; "
-            f"{_ranks(request)} a host"
-        ),
-        "",
-        *table(
-            (
-                "hosts",
-                "ranks",
-                "step",
-                "tokens/s" if plan.predictions[-1].tokens_per_second else "samples/s",
-                "efficiency",
-                "exposed",
-                "capped by",
-            ),
-            [_row(prediction) for prediction in plan.predictions],
-        ),
-        "",
-        *_wrapped(_needed(request, plan)),
-        *(line for text in _memory(plan) for line in _wrapped(text)),
-        *_wrapped(_fewer(request, plan)),
-    ]
-    if plan.compared:
-        report += ["", *_comparison(plan.compared)]
-    report += _advice(plan.advice, f"{request.largest} host{'' if request.largest == 1 else 's'}")
-    report += [""]
+    hosts = count_text(request.largest, "host")
     links = plan.predictions[-1].expected_error
+    paragraphs = [
+        f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
+        f"{duration_text(work.compute_seconds + work.loader_seconds)} a step alone, {size_text(work.gradient_bytes)} of gradients; "
+        f"{_ranks(request)} a host",
+        *plan.assumptions,
+    ]
+    report = [line for text in paragraphs for line in _wrapped(text)]
+    report += ["", *_table_of_hosts(plan), ""]
+    answers = _efficiencies(plan, hosts), _needed(request, plan), *_training(request, plan, hosts)
+    for text in (*answers, *_memory(plan), _fewer(request, plan)):
+        report += _wrapped(text)
+    if plan.compared:
+        report += ["", *_comparison(plan.compared, hosts)]
+    report += [*_advice(plan.advice, hosts), ""]
     report += _wrapped(
-        f"expected error of a step: {plan.expected_error:.0%} (communication {links:.0%}, compute {work.expected_error:.0%}: {work.source})"
+        f"in brackets: 10th to 90th percentile, for an expected error of {plan.expected_error:.0%} (communication {links:.0%}, "
+        f"compute {work.expected_error:.0%}: {work.source})"
     )
     return report + [line for note in plan.notes for line in _wrapped(f"note: {note}")]
 
@@ -74,26 +63,81 @@ def _ranks(request: PlanRequest) -> str:
     return f"{most} rank{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} ranks"
 
 
-def _row(prediction: Prediction) -> tuple[str, ...]:
-    return (
-        str(prediction.hosts),
-        str(prediction.ranks),
-        duration_text(prediction.step_seconds),
-        number_text(prediction.tokens_per_second or prediction.samples_per_second),
-        f"{prediction.efficiency:.1%}",
-        duration_text(prediction.exposed_seconds) if prediction.exposed_seconds else "-",
-        _held_by(prediction),
-    )
+def _table_of_hosts(plan: ScalingPlan) -> list[str]:
+    """Format the predictions: throughput, and efficiency relative to one rank."""
+    unit = "tokens/s" if plan.estimates[0].tokens_per_second else "samples/s"
+    has_mfu = plan.estimates[0].model_flop_utilization is not None
+    rows = []
+    for prediction, estimate in zip(plan.predictions, plan.estimates, strict=True):
+        row = [
+            str(estimate.hosts),
+            str(estimate.ranks),
+            duration_text(prediction.step_seconds),
+            _range_text(estimate.tokens_per_second or estimate.samples_per_second),
+            _percent_range_text(estimate.efficiency_of_one_rank),
+        ]
+        if estimate.model_flop_utilization:
+            row.append(f"{estimate.model_flop_utilization.value:.0%}")
+        rows.append([*row, _limit(prediction)])
+    return table(["hosts", "ranks", "step", unit, "efficiency", *["MFU"] * has_mfu, "limited by"], rows)
 
 
-def _held_by(prediction: Prediction) -> str:
+def _efficiencies(plan: ScalingPlan, hosts: str) -> str:
+    """Say what the efficiency of the table is, and give that relative to one host, and the batch."""
+    last = plan.estimates[-1]
+    against_host = ""
+    if last.hosts > 1:
+        against_host = f"; relative to one host, {hosts} reach {_percent_range_text(last.efficiency_of_one_host)}"
+    batch = f"global batch of {hosts}: {compact_text(last.global_batch_samples)} samples"
+    if last.global_batch_tokens:
+        batch += f", {compact_text(last.global_batch_tokens)} tokens"
+    return f"efficiency is relative to one rank alone{against_host}; {batch}"
+
+
+def _range_text(estimate: Estimate) -> str:
+    return f"{compact_text(estimate.value)} ({compact_text(estimate.p10)}-{compact_text(estimate.p90)})"
+
+
+def _percent_range_text(estimate: Estimate) -> str:
+    return f"{estimate.value:.0%} ({100 * estimate.p10:.0f}-{100 * estimate.p90:.0f})"
+
+
+def _limit(prediction: Prediction) -> str:
     """Return the bottleneck: a link with its bandwidth, or the largest other loss."""
     cap, most = prediction.cap, next(iter(prediction.losses), None)
     if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE_FRACTION * prediction.step_seconds):
         return "loading data"
     if cap and (most is None or most.what == f"link {cap.link}"):
         return f"{cap.link}, {cap.bandwidth}"
-    return most.what if most and most.seconds > NEGLIGIBLE_FRACTION * prediction.step_seconds else "compute"
+    is_loss = most and most.seconds > NEGLIGIBLE_FRACTION * prediction.step_seconds
+    return most.what.partition(", whose")[0].partition(":")[0] if most and is_loss else "compute"
+
+
+def _training(request: PlanRequest, plan: ScalingPlan, hosts: str) -> list[str]:
+    """Describe the time and cost of the training on the most hosts."""
+    last = plan.estimates[-1]
+    per_million = last.cost_per_million_tokens or last.cost_per_million_samples
+    unit = "tokens" if last.cost_per_million_tokens else "samples"
+    cost = f"{_range_text(per_million)} per million {unit}" if per_million else ""
+    if last.training_seconds is None:
+        return [f"{hosts} cost {cost}"] if cost else []
+    goal = f"{compact_text(request.goal.tokens)} tokens" if request.goal.tokens else ""
+    goal = goal or f"{compact_text(request.goal.samples or 0)} samples"
+    texts = [f"{goal} on {hosts}: {_time_range_text(last.training_seconds)}"]
+    if last.gpu_hours:
+        texts.append(f"{_range_text(last.gpu_hours)} GPU-hours")
+    if last.total_cost:
+        texts.append(f"cost {_range_text(last.total_cost)}, {cost}")
+    return [", ".join(texts)]
+
+
+def _time_range_text(estimate: Estimate) -> str:
+    unit, seconds = next(
+        (unit for unit in (("days", 86400), ("hours", 3600), ("minutes", 60)) if estimate.value >= 2 * unit[1]),
+        ("seconds", 1),
+    )
+    value, low, high = (number_text(each / seconds) for each in (estimate.value, estimate.p10, estimate.p90))
+    return f"{value} {unit} ({low}-{high})"
 
 
 def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
@@ -125,8 +169,10 @@ def _fewer(request: PlanRequest, plan: ScalingPlan) -> str:
 
 def _memory(plan: ScalingPlan) -> list[str]:
     if plan.memory:
-        parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.parts.items())
-        texts = [f"memory of a rank: {plan.memory.verdict}", f"  {parts}", f"  {plan.memory.advice}"]
+        texts = [f"memory of a rank: {plan.memory.verdict}"]
+        if not plan.memory.fits:
+            parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.parts.items())
+            texts += [f"  {parts}", f"  {plan.memory.advice}"]
         return [text for text in texts if text.strip()]
     fits = plan.predictions[-1].fits_memory
     memory = plan.workload.memory_bytes
@@ -136,22 +182,30 @@ def _memory(plan: ScalingPlan) -> list[str]:
     return [f"{held}; it fits" if fits else f"{held}: more than {plan.workload.device} has; take a smaller --batch"]
 
 
-def _comparison(compared: Sequence[NetworkComparison]) -> list[str]:
-    counts = [prediction.hosts for prediction in compared[0].predictions]
-    priced = any(each.price is not None for each in compared)
-    head = ["efficiency with", *(f"{count} host{'' if count == 1 else 's'}" for count in counts), "samples/s"]
+def _comparison(compared: Sequence[NetworkComparison], hosts: str) -> list[str]:
+    """Format the compared networks, lowest cost first."""
+    first = compared[0].estimates[-1]
+    unit = "tokens" if first.tokens_per_second else "samples"
+    has_costs = any(each.estimates[-1].cost_per_million_samples for each in compared)
+    has_prices = any(each.network_price for each in compared)
+    head = [hosts + (", cheapest first" if has_costs else ""), "efficiency", f"{unit}/s"]
+    head += ["price a host"] * has_prices + [f"cost per million {unit}"] * has_costs
     rows = []
     for each in compared:
-        row = [each.network, *(f"{prediction.efficiency:.1%}" for prediction in each.predictions)]
-        row.append(number_text(each.predictions[-1].samples_per_second))
-        if priced:
-            row += (
-                ["-", "-"]
-                if each.price is None
-                else [number_text(each.price), number_text(each.price_per_efficiency_percent or 0)]
-            )
+        last = each.estimates[-1]
+        row = [each.network, _percent_range_text(last.efficiency_of_one_rank)]
+        row.append(_range_text(last.tokens_per_second or last.samples_per_second))
+        if has_prices:
+            price = each.network_price
+            row.append(number_text(price.amount) + "/h" * price.is_hourly if price else "-")
+        if has_costs:
+            cost = last.cost_per_million_tokens or last.cost_per_million_samples
+            row.append(_range_text(cost) if cost else "-")
         rows.append(row)
-    return table([*head, "price", "per % of efficiency"] if priced else head, rows)
+    found = table(head, rows, left=(0,))
+    if has_prices and not has_costs:
+        found += _wrapped("networks without the price of their hosts are not ranked: add --gpu-hour or --host-price")
+    return found
 
 
 def _advice(advice: Sequence[Recommendation], hosts: str) -> list[str]:
@@ -159,29 +213,20 @@ def _advice(advice: Sequence[Recommendation], hosts: str) -> list[str]:
     current = next((each.prediction.samples_per_second for each in advice if not each.options and not each.batch), 0.0)
     # Less than 1 % is within the error.
     faster = [each for each in advice if current and each.prediction.samples_per_second > 1.01 * current]
-    lines = []
-    for is_exact, result, last in (
-        (True, "same result", "efficiency"),
-        (False, "other convergence (compare the loss)", "effect"),
-    ):
-        chosen = [each for each in faster if each.exact == is_exact]
-        rows = [
-            (
-                f"batches of {each.batch} in the script" if each.batch else " ".join(each.options),
-                f"x {each.prediction.samples_per_second / current:.2f}",
-                f"{each.prediction.efficiency:.1%}" if is_exact else each.convergence,
-            )
-            for each in chosen[:MAX_ROWS]
-        ]
-        if rows:
-            lines += [
-                "",
-                f"faster on {hosts}, {result}:",
-                *table(("options", "speed", last), rows, left=(0,) if is_exact else None),
-            ]
-        if len(chosen) > MAX_ROWS:
-            lines.append(f"{len(chosen) - MAX_ROWS} more with --json")
-    return lines
+    chosen = [each for each in faster if each.exact][:1]
+    chosen += [each for each in faster if not each.exact][: MAX_ROWS - len(chosen)]
+    if not chosen:
+        return []
+    rows = [
+        (
+            f"batches of {each.batch} in the script" if each.batch else " ".join(each.options),
+            f"x {each.prediction.samples_per_second / current:.2f}",
+            "none: the same result" if each.exact else each.convergence,
+        )
+        for each in chosen
+    ]
+    more = f"; {len(faster) - len(chosen)} more with --json" if len(faster) > len(chosen) else ""
+    return ["", *table((f"faster on {hosts}{more}", "speed", "effect (compare the loss)"), rows)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:

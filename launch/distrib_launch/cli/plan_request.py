@@ -11,7 +11,9 @@ import msgspec
 from distrib.bandwidth_model import hypothetical
 from distrib.bandwidth_model.hypothetical import NetworkOption
 from distrib.bandwidth_model.planner import PlanRequest, first_gpu_kind
+from distrib.bandwidth_model.training_cost import HostPrices, TrainingGoal
 from distrib.bandwidth_model.workload import Workload
+from distrib.cluster.hardware_catalog import find_gpu
 from distrib.cluster.hostfile import HostList
 from distrib.cluster.hosts import Host
 from distrib.cluster.node import MAX_GPUS
@@ -74,12 +76,32 @@ def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> 
         most = most or _default_ranks(workload)
         compared = [(each, hypothetical.hypothetical_cluster(tuple(hosts), most, device, each)) for each in networks]
         base = hypothetical.hypothetical_cluster(tuple(hosts), most, device, network or next(iter(networks), None))
+    used = network or (None if topology and _describes_network(topology) else next(iter(networks), None))
     return PlanRequest(
         workload=workload, topology=base, hosts=tuple(hosts), nodes=nodes, efficiency=options.efficiency,
         strategy=strategy, chooses_shard=options.shard == "auto", chooses_mode=options.mode == "auto",
         notes=notes if network and max(nodes) > 1 else (),
+        network_choice="" if used is None else used.text if network else f"{used.text} (the first of --compare)",
+        network_price=next((each.price for each in networks if used and each.nics == used.nics), None),
+        goal=_goal(options, workload), prices=_prices(options, workload),
         ranks=(options.ranks_per_node,) if options.ranks_per_node else tuple(hosts.values()), networks=tuple(compared),
     )  # fmt: skip
+
+
+def _goal(options: argparse.Namespace, workload: Workload) -> TrainingGoal:
+    if options.tokens is not None and not workload.sample_tokens:
+        raise ConfigError(
+            f"--tokens: the samples of {workload.name} have no known number of tokens",
+            hint="give --samples",
+            code="option-conflict",
+        )
+    return TrainingGoal(tokens=options.tokens, samples=options.samples)
+
+
+def _prices(options: argparse.Namespace, workload: Workload) -> HostPrices:
+    if options.gpu_hour is not None and workload.device == "cpu":
+        raise ConfigError("--gpu-hour: the ranks run on CPUs", hint="give --host-price", code="option-conflict")
+    return HostPrices(gpu_hour=options.gpu_hour, host=options.host_price)
 
 
 def _describes_network(topology: Topology) -> bool:
@@ -157,7 +179,10 @@ def _gpus(topology: Topology | None, host: str) -> int:
 
 def _default_ranks(workload: Workload) -> int:
     """Return the ranks of a host without slots and GPUs."""
-    return 1 if workload.device == "cpu" else hypothetical.DEFAULT_GPUS_PER_HOST
+    if workload.device == "cpu":
+        return 1
+    spec = find_gpu(workload.device)
+    return spec.gpus_per_host if spec else hypothetical.DEFAULT_GPUS_PER_HOST
 
 
 def _powers_of_two(last: int) -> tuple[int, ...]:
