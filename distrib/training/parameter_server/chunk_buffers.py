@@ -43,5 +43,7 @@ class InFlightPush:
     """False if it may still be replaced."""
     weight: int = 1
     """Number of workers whose mean it is; 0 for an empty gradient."""
+    scale: float = 1.0
+    """Factor of the gradient that the server knows and the buffer does not contain."""
     outgoing: Outgoing | None = None
     """The last frame with it; None if it was never sent to a server."""

@@ -43,15 +43,23 @@ class ParameterClient(ServerConnections):
 
         self.loop.call_soon(send)
 
-    def commit(self, buffers: Iterable[ChunkBuffer], step: int) -> None:
+    def commit(self, buffers: Iterable[ChunkBuffer], step: int, scale: float = 1.0) -> None:
         """Commit the pushed gradients of some buffers.
 
         Args:
             buffers: The buffers.
             step: The step of the pushes.
+            scale: Factor by which the gradients changed since they were pushed; 1 in a host group, which has sent a mean of several.
         """
         buffers = list(buffers)
-        self.loop.call_soon(lambda: (self.group.commit if self.group else self.send_commit)(buffers, step))
+
+        def send() -> None:
+            if self.group:
+                self.group.commit(buffers, step)
+            else:
+                self.send_commit(buffers, step, scale)
+
+        self.loop.call_soon(send)
 
     def set_options(self, table: int, groups: list[dict[str, Any]]) -> None:
         """Send the settings of a table's parameter groups, for the pushes that follow.

@@ -37,7 +37,7 @@ class OptimizerHooks:
         args, kwargs = _call_closure(args, kwargs)
         self._table.check()
         if hasattr(optimizer, "found_inf"):
-            self._table.disable_eager_pushes()
+            self._table.expect_unscaling()
         self._models.take_step(self._table, skip=not _unscale_gradients(optimizer))
         self._hidden = [(parameter, parameter.grad) for parameter in self._table.parameters]
         for parameter in self._table.parameters:

@@ -11,6 +11,10 @@ from distrib.utils.log import get_logger
 log = get_logger("parameter_server")
 
 
+FACTOR_TOLERANCE = 1e-5
+"""Relative difference of sums and norms in single precision up to which gradients were multiplied by the same factor."""
+
+
 class PushedGradients:
     """Fingerprints of gradients that were pushed in the backward pass, before the optimizer steps."""
 
@@ -32,6 +36,20 @@ class PushedGradients:
     def clear(self) -> None:
         """Drop all recorded gradients."""
         self._pushed.clear()
+
+    def common_factor(self) -> float | None:
+        """Return the factor by which all gradients were multiplied since their push; None if they changed in another way.
+
+        Clipping the norm and unscaling multiply all gradients alike. Fingerprints, sum and norm, are then multiplied as well.
+        """
+        if not self._pushed or any(parameter.grad is not pushed[0] for parameter, pushed in self._pushed.items()):
+            return None
+        before = _stacked(fingerprint for _, _, fingerprint in self._pushed.values())
+        now = _stacked(_fingerprint(gradient) for gradient, _, _ in self._pushed.values())
+        norm = float(torch.linalg.vector_norm(before[:, 1]))
+        factor = float(torch.linalg.vector_norm(now[:, 1])) / norm if norm else 1.0
+        tolerance = FACTOR_TOLERANCE * factor * before.abs().amax(1, keepdim=True)
+        return factor if bool(((now - factor * before).abs() <= tolerance).all()) else None
 
     def unchanged(self) -> set[torch.Tensor]:
         """Return the parameters whose gradient has not changed since its push. Fingerprints also detect writes through `.data`."""
@@ -94,6 +112,14 @@ class ParameterChangeCheck:
     def clear(self) -> None:
         """Drop all recorded parameters, because values were loaded."""
         self._fingerprints.clear()
+
+
+def _stacked(fingerprints: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return fingerprints as the rows of a tensor in host memory."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for fingerprint in fingerprints:
+        by_device.setdefault(fingerprint.device, []).append(fingerprint)
+    return torch.cat([torch.stack(rows).to("cpu", torch.float64) for rows in by_device.values()])
 
 
 def _fingerprint(values: torch.Tensor | None) -> torch.Tensor:

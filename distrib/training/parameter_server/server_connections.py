@@ -111,28 +111,36 @@ class ServerConnections(ClientState):
         """
         self.links[buffer.shard].push(InFlightPush(buffer, step, final, weight))
 
-    def send_commit(self, buffers: Iterable[ChunkBuffer], step: int) -> None:
+    def send_commit(self, buffers: Iterable[ChunkBuffer], step: int, scale: float = 1.0) -> None:
         """Commit pushes of these buffers at their servers.
 
         Args:
             buffers: The buffers.
             step: The step of the pushes.
+            scale: Factor by which the gradients changed since they were pushed. The server multiplies a gradient that it has received;
+                one that it reads later, from its frame or shared memory, is multiplied here.
         """
-        chunks: dict[tuple[int, int], list[int]] = {}
+        chunks: dict[tuple[int, int, float], list[int]] = {}
         for buffer in buffers:
             link = self.links[buffer.shard]
             push = link.pushes.get((buffer.table, buffer.chunk))
             if push is None or push.final:
                 continue
             push.final = True
-            if push.outgoing and push.outgoing.cancelled and not link.welcomed:
+            is_sent = push.outgoing is not None and push.outgoing.cancelled
+            is_shared = push.outgoing is not None and bool(push.outgoing.frame.flags & FrameFlag.SHARED)
+            if is_sent and not is_shared and link.welcomed:
+                push.scale = scale
+            elif scale != 1:
+                buffer.gradient.mul_(scale)
+            if is_sent and not link.welcomed:
                 continue  # it is sent again, as final
             if push.outgoing is None or push.outgoing.cancelled:
-                chunks.setdefault((buffer.shard, buffer.table), []).append(buffer.chunk)
+                chunks.setdefault((buffer.shard, buffer.table, push.scale), []).append(buffer.chunk)
             if push.outgoing:
                 push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FrameFlag.FINAL)
-        for (shard, table), numbers in chunks.items():
-            self.links[shard].send(Frame(FrameKind.COMMIT, table=table, step=step), encode(numbers))
+        for (shard, table, factor), numbers in chunks.items():
+            self.links[shard].send(Frame(FrameKind.COMMIT, table=table, step=step), encode((factor, numbers)))
 
     def offer_memory(self, table: int, arenas: dict[int, SharedArena]) -> None:
         """Offer memory to servers of this host. In the client's thread.

@@ -137,6 +137,9 @@ class ServerLink:
     def _send_push(self, push: InFlightPush) -> None:
         if self.connection and self.welcomed:
             buffer = push.buffer
+            if push.scale != 1:  # a new connection: the server has lost the gradient, or knows that it has applied it
+                buffer.gradient.mul_(push.scale)
+                push.scale = 1.0
             flags, payload = FrameFlag.FINAL if push.final else 0, as_memoryview(buffer.gradient)
             if buffer.table in self._sharing:
                 flags, payload = flags | FrameFlag.SHARED, memoryview(b"")

@@ -247,17 +247,19 @@ class ServerTable:
         first = updates[0]
         result = first.gradient.view(dtype)
         memory = None if is_borrowed(first.gradient) else first.gradient
-        changes = len(updates) > 1 or self.strategy.delay_compensation is not None
+        changes = len(updates) > 1 or first.scale != 1 or self.strategy.delay_compensation is not None
         if dtype != target or (changes and memory is None):
             memory = self._pool.take(at.bytes)
             result = memory.view(target).copy_(result)
             self._pool.give_back(first.gradient)
         if len(updates) > 1:
             total = sum(update.weight for update in updates)
-            result.mul_(first.weight / total)
+            result.mul_(first.scale * first.weight / total)
             for update in updates[1:]:
-                result.add_(update.gradient.view(dtype), alpha=update.weight / total)
+                result.add_(update.gradient.view(dtype), alpha=update.scale * update.weight / total)
                 self._pool.give_back(update.gradient)
+        elif first.scale != 1:
+            result.mul_(first.scale)
         for update in updates:
             self.staleness[update.staleness] += 1
         options = (groups or list(self.description.options))[at.group]

@@ -167,7 +167,8 @@ class TableRequests:
 
     def _commit(self, table: ServerTable, worker: int, frame: Frame, payload: Any) -> None:
         push_id = self._membership.push_id(worker)
-        self.run(table, table.controller.commit(push_id, frame.step, decode(payload)))
+        scale, chunks = decode(payload)
+        self.run(table, table.controller.commit(push_id, frame.step, chunks, scale))
 
     def _pull(self, table: ServerTable, worker: int, frame: Frame, payload: Any) -> None:
         self._pulls.setdefault((table.number, frame.chunk), []).append((worker, frame))

@@ -6,7 +6,7 @@ are opaque handles.
 - **Steps.** Each worker counts its steps from 1. The controller stores the last settled step of each worker for each chunk, so
   a push that is repeated after a reconnection is answered and not applied again.
 - **Commits.** A push may arrive before its worker knows that the step will be taken (clipping, skipped steps). It is pending,
-  and another push of the same step replaces it, until it is final or committed.
+  and another push of the same step replaces it, until it is final or committed. A commit may scale it, as clipping of the norm does.
 - **Staleness bound.** The reply to a push of step t lets the worker begin step t + 1. With `max_steps_ahead` S it is held
   back, per chunk, while t is more than S ahead of the slowest member: stale synchronous parallel (Ho et al. 2013). With S = 0
   the pushes of a step are applied together, as their mean, once every member has pushed: synchronous SGD.
@@ -33,6 +33,8 @@ class WeightedGradient(NamedTuple):
     gradient: Any
     staleness: int
     weight: int = 1
+    scale: float = 1.0
+    """Factor of the gradient, known since the commit."""
 
 
 class ApplyUpdate(NamedTuple):
@@ -68,6 +70,7 @@ class _PendingPush(NamedTuple):
     gradient: Any
     final: bool
     weight: int
+    scale: float = 1.0
 
 
 class _ChunkState:
@@ -127,20 +130,21 @@ class UpdateController:
         state.pending[worker] = _PendingPush(step, base, gradient, final, weight)
         return effects + self._advance(chunk, state)
 
-    def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[Effect]:
+    def commit(self, worker: int, step: int, chunks: Iterable[int], scale: float = 1.0) -> list[Effect]:
         """Make the worker's pending pushes of a step final.
 
         Args:
             worker: Rank of the worker or number of its group.
             step: The step; pushes of another step stay as they are.
             chunks: Numbers of the chunks.
+            scale: Factor of the gradients.
         """
         effects: list[Effect] = []
         for number in chunks:
             state = self.chunks[number]
             push = state.pending.get(worker)
             if push and push.step == step and not push.final:
-                state.pending[worker] = push._replace(final=True)
+                state.pending[worker] = push._replace(final=True, scale=scale)
                 effects += self._advance(number, state)
         return effects
 
@@ -329,7 +333,8 @@ class UpdateController:
 
     def _weighted(self, state: _ChunkState, worker: int, push: _PendingPush) -> WeightedGradient:
         # A server restored from a snapshot may have an older version than a worker.
-        return WeightedGradient(worker, push.step, push.gradient, max(0, state.version - push.base), push.weight)
+        staleness = max(0, state.version - push.base)
+        return WeightedGradient(worker, push.step, push.gradient, staleness, push.weight, push.scale)
 
     def _release(self, number: int, state: _ChunkState) -> list[Effect]:
         floor = self._floor(state)

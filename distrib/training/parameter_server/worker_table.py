@@ -178,7 +178,7 @@ class WorkerTable(ChunkedParameters):
         self.changes = ParameterChangeCheck(self.parameters, self.name_of)
         self._counts_skipped_steps = counts_skipped_steps
         self._step_has_begun = False
-        self._is_eager = True  # False if gradients change between backward and step, as by clipping
+        self._is_eager = True  # False if gradients change between backward and step, other than by a factor
         self._repeat_pushes = False  # True if the pushed gradients of this step may be outdated
         self._sent_options: list[dict[str, Any]] = list(self.description.options)
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}  # gradients of each chunk
@@ -294,7 +294,7 @@ class WorkerTable(ChunkedParameters):
         assert parameter.grad is not None
         _refuse_sparse(parameter.grad)
         if parameter in self._gradients:  # a second backward pass before the step
-            self.disable_eager_pushes()
+            self._push_after_backward()
             return
         self._gradients.record(parameter)
         for number in self.chunks_of[parameter]:
@@ -302,7 +302,12 @@ class WorkerTable(ChunkedParameters):
             if not self._missing[number]:
                 self._push(number, final=False)
 
-    def disable_eager_pushes(self) -> None:
+    def expect_unscaling(self) -> None:
+        """Prepare for a GradScaler, which divides the gradients after the backward pass."""
+        if not self._may_scale:
+            self._push_after_backward()
+
+    def _push_after_backward(self) -> None:
         """Push after the backward pass from now on, as gradients change after it. This step's pushes are repeated."""
         self._is_eager, self._repeat_pushes = False, True
 
@@ -343,26 +348,38 @@ class WorkerTable(ChunkedParameters):
         if options != self._sent_options:
             self.client.set_options(self.number, options)
             self._sent_options = options
+        valid, scale = ([], 1.0) if self._repeat_pushes or skip else self._valid_pushes()
+        for chunk in self.chunks:
+            if chunk.number not in valid:
+                self._push(chunk.number, final=True, empty=skip)
+        self._begin_step()
+        self.client.commit((self.buffers[number] for number in sorted(valid)), self.step + 1, scale)
+        self.step += 1
+        self.changes.on_step()
+        self._step_has_begun = False
+        self._pushed.clear()
+        self._end_step()
+
+    def _valid_pushes(self) -> tuple[list[int], float]:
+        """Return the chunks whose push holds the gradient of this step up to a factor, and the factor."""
         unchanged = self._gradients.unchanged()
         valid = [
             chunk
             for chunk in self._pushed
             if all(self.parameters[piece.parameter] in unchanged for piece in self.chunks[chunk].pieces)
         ]
-        if self._repeat_pushes or skip:
-            valid = []
-        elif len(valid) < len(self._pushed):  # clipped after the backward pass
-            self._is_eager = False
-        for chunk in self.chunks:
-            if chunk.number not in valid:
-                self._push(chunk.number, final=True, empty=skip)
-        self._begin_step()
-        self.client.commit((self.buffers[number] for number in sorted(valid)), self.step + 1)
-        self.step += 1
-        self.changes.on_step()
-        self._step_has_begun = False
-        self._pushed.clear()
-        self._end_step()
+        if len(valid) == len(self._pushed):
+            return valid, 1.0
+        factor = self._gradients.common_factor()
+        if factor is not None and (factor == 1.0 or self._may_scale):
+            return list(self._pushed), factor
+        self._is_eager = False
+        return valid, 1.0
+
+    @property
+    def _may_scale(self) -> bool:
+        """True if servers may scale gradients. A group has sent the mean of several; half precision cuts large ones before they are scaled."""
+        return self.client.group is None and torch.float16 not in self._dtypes
 
     def _end_step(self) -> None:
         self._repeat_pushes = False

@@ -213,13 +213,13 @@ class ParameterServerStrategy(ElasticStrategy):
             self.models.take_step(table, skip=True)
 
     def on_gradients_unscaled(self, optimizer: Optimizer) -> None:
-        """Disable pushes during backward, because a GradScaler changes gradients afterwards.
+        """Prepare for gradients that a GradScaler divides after backward.
 
         Args:
             optimizer: A prepared optimizer.
         """
         for table in self._tables_of(optimizer):
-            table.disable_eager_pushes()
+            table.expect_unscaling()
 
     def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
         """Switch pushes during the next backward passes.

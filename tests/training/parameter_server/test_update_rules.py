@@ -42,6 +42,8 @@ def test_each_push_is_applied_and_answered_without_a_bound():
     assert push(rules, 0, 2, base=9) == [ApplyUpdate(5, (gradient(0, 2, 0),), 3, 4), PushReply(5, 0, 2, True)]
     assert (rules.version(5), rules.version(3), rules.index) == (3, 1, 4)
     assert WeightedGradient(0, 1, "g", 0).weight == 1
+    push(rules, 0, 3, final=False)
+    assert rules.commit(0, 3, [5], 0.25)[0].updates[0].scale == 0.25
 
 
 def test_a_repeated_push_is_answered_and_an_older_one_is_rejected():

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from distrib.errors import TrainingError
@@ -20,6 +22,7 @@ from distrib.training.grad_scaler import ScalerSteps
 from distrib.training.gradient_accumulation import BatchSamples
 from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.parameter_server import transport as wire
+from distrib.training.parameter_server.parameter_changes import PushedGradients
 from distrib.training.parameter_server.server_link import ServerLink
 from distrib.training.parameter_server.server_optimizer import OptimizerSpec, with_own_momentum
 from distrib.training.parameter_server.transport import Frame, FrameKind
@@ -92,6 +95,72 @@ def test_gradients_that_are_changed_after_the_backward_pass_count_as_they_are_th
                 opt.step()
     for mine, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["memory", "network", "broken network"])
+def test_gradients_that_are_scaled_and_clipped_are_pushed_once_in_backward(make, monkeypatch, path):
+    if path != "memory":
+        monkeypatch.setattr(ServerLink, "offer_memory", lambda *_: None)
+    backend = make().worker(0)
+    model, alone = network(), network()
+    optimizer, own = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(alone.parameters(), 0.1)
+    prepared(backend, model, optimizer)
+    push, finals = backend.client.push, []
+    monkeypatch.setattr(
+        backend.client, "push", lambda *a, final, **more: (finals.append(final), push(*a, final=final, **more))
+    )
+    if path == "broken network":
+        send_commit = backend.client.send_commit
+
+        def send_and_disconnect(*arguments):
+            send_commit(*arguments)
+            backend.client.links[1].disconnect()  # before the frame leaves
+
+        monkeypatch.setattr(backend.client, "send_commit", send_and_disconnect)
+    for step in range(8):
+        for net, opt in ((model, optimizer), (alone, own)):
+            opt.zero_grad()
+            (1024 * net(batch(step, 0)).square().sum()).backward()
+            for parameter in net.parameters():
+                parameter.grad.div_(1024)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            if path == "broken network" and net is model and step % 2:
+                backend.client.loop.call_soon(backend.client.links[0].disconnect)
+            opt.step()
+    for mine, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    assert finals and not any(finals)
+
+
+def test_gradients_that_are_clamped_are_pushed_again_after_backward(make, monkeypatch):
+    backend = make().worker(0)
+    model, alone = network(), network()
+    optimizer, own = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(alone.parameters(), 0.1)
+    prepared(backend, model, optimizer)
+    for step in range(3):
+        for net, opt in ((model, optimizer), (alone, own)):
+            opt.zero_grad()
+            net(batch(step, 0)).square().sum().backward()
+            nn.utils.clip_grad_value_(net.parameters(), 0.5)
+            opt.step()
+    for mine, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@given(factor=st.floats(1e-6, 1e6), seed=st.integers(0, 1000))
+def test_the_common_factor_of_gradients(factor, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (1, 7, 500)]
+    pushed = PushedGradients()
+    assert pushed.common_factor() is None
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        pushed.record(parameter)
+    for parameter in parameters:
+        parameter.grad.mul_(factor)
+    assert pushed.common_factor() == pytest.approx(factor, rel=1e-5)
+    parameters[seed % 3].grad[0] += 0.1 * factor
+    assert pushed.common_factor() is None
 
 
 def test_closures_evaluation_and_restored_states(make):
