@@ -21,7 +21,7 @@ from distrib.training.parameter_server.optimizer_state_conversion import (
     state_of_chunk,
 )
 from distrib.training.parameter_server.parameter_changes import ParameterChangeCheck, PushedGradients
-from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec
+from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec, Piece
 from distrib.training.parameter_server.server_optimizer import group_options, optimizer_spec
 from distrib.training.parameter_server.server_table import (
     TableDescription,
@@ -123,41 +123,42 @@ class ChunkedParameters:
         return sorted({chunk for parameter in parameters for chunk in self.chunks_of.get(parameter, ())})
 
     def _install(self, chunk: Chunk, value: torch.Tensor) -> None:
-        offset = 0
-        for piece in chunk.pieces:
-            size = piece.stop - piece.start
+        targets, parts = [], []
+        for piece, part in zip(chunk.pieces, _split(chunk, value), strict=True):
             data = self.parameters[piece.parameter].data
             if data.is_contiguous():
-                data.view(-1)[piece.start : piece.stop].copy_(value[offset : offset + size], non_blocking=True)
+                targets.append(_part(data.view(-1), piece))
+                parts.append(part)
             else:  # such as channels last
                 whole = data.reshape(-1)
-                whole[piece.start : piece.stop] = value[offset : offset + size].to(data.device, non_blocking=True)
+                whole[piece.start : piece.stop] = part.to(data.device, non_blocking=True)
                 data.copy_(whole.view(data.shape))
-            offset += size
+        if targets:
+            torch._foreach_copy_(targets, parts, non_blocking=True)
 
     def _flat_value(self, chunk: Chunk) -> torch.Tensor:
         parts = [self.parameters[p.parameter].data.reshape(-1)[p.start : p.stop] for p in chunk.pieces]
         return torch.cat([part.to("cpu", getattr(torch, chunk.kind)) for part in parts])
 
     def _copy_gradient(self, chunk: Chunk, buffer: ChunkBuffer, *, empty: bool) -> None:
-        offset = 0
-        for piece in chunk.pieces:
-            size = piece.stop - piece.start
-            target = buffer.gradient[offset : offset + size]
+        targets, parts = [], []
+        for piece, target in zip(chunk.pieces, _split(chunk, buffer.gradient), strict=True):
             gradient = self.parameters[piece.parameter].grad
             if gradient is None or empty:
                 if not self._on_cpu and target.is_pinned():
                     torch.cuda.current_stream().synchronize()  # an earlier copy of the GPU must not come later
                 target.zero_()
-            else:
-                _refuse_sparse(gradient)
-                part = gradient.reshape(-1)[piece.start : piece.stop]
-                if target.dtype is torch.float16 and part.dtype is not torch.float16:
-                    # Larger values would become infinite after all checks for infinite gradients.
-                    largest = torch.finfo(torch.float16).max
-                    part = part.to(torch.float16).clamp_(-largest, largest)
-                target.copy_(part, non_blocking=True)
-            offset += size
+                continue
+            _refuse_sparse(gradient)
+            part = _part(gradient.reshape(-1), piece)
+            if target.dtype is torch.float16 and part.dtype is not torch.float16:
+                # Larger values would become infinite after all checks for infinite gradients.
+                largest = torch.finfo(torch.float16).max
+                part = part.to(torch.float16).clamp_(-largest, largest)
+            targets.append(target)
+            parts.append(part)
+        if targets:
+            torch._foreach_copy_(targets, parts, non_blocking=True)
 
 
 class WorkerTable(ChunkedParameters):
@@ -457,6 +458,16 @@ class WorkerTable(ChunkedParameters):
         for future in futures:
             self.client.result(future)
         states.clear()
+
+
+def _split(chunk: Chunk, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of the pieces of a chunk."""
+    return buffer.split_with_sizes([piece.stop - piece.start for piece in chunk.pieces])
+
+
+def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return a view of a piece of a flat parameter or gradient."""
+    return flat if piece.stop - piece.start == flat.numel() else flat[piece.start : piece.stop]
 
 
 def _server_dtype(name: str, parameter: torch.Tensor) -> str:
