@@ -129,12 +129,12 @@ def peak_bytes(*, kept: int, gradients: int, activations: int, backward: int = 0
 
 
 def changes_that_fit(
-    peak: Callable[[MemoryChange], int], device_bytes: int, *, batch: int, can_halve: bool, can_checkpoint: bool
+    peak: Callable[[MemoryChange], float], device_bytes: int, *, batch: int, can_halve: bool, can_checkpoint: bool
 ) -> tuple[MemoryChange, ...]:
     """Find changes with which a step fits a device: each alone, or else all together.
 
     Args:
-        peak: Computes the peak of the step after a change, in bytes.
+        peak: Computes the peak of the step after a change, in bytes; infinite if the change is not possible.
         device_bytes: Memory of the device.
         batch: Samples of a forward pass now.
         can_halve: False if the step computes in 16 bits already.
@@ -145,7 +145,7 @@ def changes_that_fit(
         """Return the first change that fits, in a list; an empty list without one."""
         for change in changes:
             if (size := peak(change)) <= USABLE_FRACTION * device_bytes:
-                return [msgspec.structs.replace(change, peak_bytes=size)]
+                return [msgspec.structs.replace(change, peak_bytes=int(size))]
         return []
 
     def smaller(half: bool, checkpointing: bool) -> Iterator[MemoryChange]:

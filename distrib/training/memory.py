@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -106,8 +107,15 @@ def estimate_memory(
     estimate = msgspec.structs.replace(estimate, device=device, device_bytes=device_bytes)
     if device_bytes is None or estimate.fits:
         return estimate
+
+    def changed_peak(change: MemoryChange) -> float:
+        try:
+            return simulated(change).peak_bytes
+        except Exception:  # the script's own: its batch is fixed, or a BatchNorm has one value
+            return math.inf
+
     changes = changes_that_fit(
-        lambda change: simulated(change).peak_bytes,
+        changed_peak,
         device_bytes,
         batch=samples,
         can_halve=half is None,

@@ -147,3 +147,19 @@ def test_an_out_of_memory_error_that_ends_the_script_has_the_table(monkeypatch, 
     assert seen[1] == "other"
     job.close()
     assert sys.excepthook(ValueError, ValueError("after"), None) is None and seen[2] == "after"
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_changes_that_the_script_cannot_compute_are_left_out(fixed):
+    with torch.device("meta"):
+        model = nn.Sequential(
+            *(nn.Linear(20_000, 20_000) for _ in range(8)), nn.BatchNorm1d(20_000), nn.Linear(20_000, 10)
+        )
+        batch = torch.empty(64, 20_000), torch.empty(64, dtype=torch.long)
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        outputs = model(inputs)
+        return F.cross_entropy(outputs.view(64, 10) if fixed else outputs, targets)
+
+    found = distrib.estimate_memory(model, batch, loss, gpu="K80")
+    assert found.fits is False and found.changes == ()
