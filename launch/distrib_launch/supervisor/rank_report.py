@@ -51,6 +51,7 @@ def parse(report: Any) -> RankReport:
         found.compute_seconds,
         found.exposed_seconds,
         found.queued_seconds,
+        found.samples,
         *found.sent_bytes_per_second.values(),
         *found.sent_bytes_per_step.values(),
     )

@@ -187,6 +187,7 @@ def test_each_warning_comes_once_and_all_looks_count(plan):
         {"steps": 20, "step_seconds": "x", "compute_seconds": 0, "exposed_seconds": 0},
         {"steps": 20, "step_seconds": float("nan"), "compute_seconds": 0, "exposed_seconds": 0},
         {"steps": 20, "step_seconds": float("inf"), "compute_seconds": 0, "exposed_seconds": 0},
+        {"steps": 20, "step_seconds": 1, "compute_seconds": 0, "exposed_seconds": 0, "samples": float("nan")},
         {"steps": 0, "step_seconds": 0.1, "compute_seconds": 0, "exposed_seconds": 0},
         {
             "steps": 2,
