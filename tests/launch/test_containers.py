@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from distrib.errors import ConfigError
 from distrib.utils.containers import find_runtime
 from distrib_launch.arguments.launch_arguments import parse
+from distrib_launch.cli import launch
 from distrib_launch.rank_agent import container
 from distrib_launch.rank_agent.control_channel import Assignment
-from tests.conftest import Run
+from tests.conftest import Run, call
 from tests.support.container_base import write_base
 
 IMAGE = "localhost/distrib-test-base"
@@ -56,6 +57,12 @@ def assignment(**changes: object) -> Assignment:
 def test_options_that_contradict_others_are_refused(words, fragment):
     with pytest.raises(ConfigError, match=fragment):
         parse([*words, "train.py"])
+
+
+def test_a_dry_run_names_the_container(tmp_path):
+    (tmp_path / "train.py").touch()
+    done = call(launch.main, "-np", "2", "--dry-run", "--container", "distrib:cpu", "train.py", cwd=tmp_path)
+    assert f"each rank runs in a container of distrib:cpu: python3 {tmp_path}/train.py" in done.stdout
 
 
 def test_a_host_without_runtimes_is_named_as_such(monkeypatch, tmp_path):

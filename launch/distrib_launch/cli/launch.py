@@ -135,7 +135,10 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool, verbose: bool) -> None:
         print(f"note: {note}")
     if plan.forecast and plan.forecast.warning:
         print(f"warning: {plan.forecast.warning}")
-    print(f"each rank runs: {shlex.join(plan.rank_command)}")
+    command, where = plan.rank_command, ""
+    if image := plan.container.image:
+        command, where = command if plan.program else ("python3", *command[1:]), f" in a container of {image}"
+    print(f"each rank runs{where}: {shlex.join(command)}")
     print(f"in: {plan.directory}")
     print(f"run directory: {plan.run_dir}")
     if len(plan.hosts) > 1:
