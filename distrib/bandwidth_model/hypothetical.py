@@ -30,6 +30,8 @@ REFERENCE_NETWORKS = {
 
 _KIND = re.compile(r"(roce|infiniband|ib|ethernet)(?:v2)?(?:[ -]+|(?=[0-9])|$)", re.IGNORECASE)
 
+_AMBIGUOUS = re.compile(r"[0-9.]+ *([kMGT]?(bit|b|B)([/p]s)?)?$")
+
 
 class NetworkOption(msgspec.Struct, frozen=True, kw_only=True):
     """A network of `--network` and `--compare`: `100GbE`, `4 x HDR`, `RoCE 100Gb/s`, with `=PRICE` per host."""
@@ -67,11 +69,19 @@ def parse_network_option(text: str, gpudirect: bool | None, option: str = "--net
     try:
         if priced and option != "--compare":
             raise ValueError("a price belongs to --compare")
-        nic = _nic(name, gpudirect)
         amount = parse_price(price) if priced else None
     except ValueError as error:
-        hint = f"write such as 25GbE, HDR, '4 x NDR' or 'RoCE 100Gb/s'; known are {', '.join(known_networks())}"
-        raise ConfigError(f"{option} {text or repr(text)}: {error}", hint=hint) from None
+        raise ConfigError(f"{option} {text or repr(text)}: {error}") from None
+    try:
+        nic = _nic(name, gpudirect)
+    except ValueError as error:
+        what, hint = str(error), "write such as 25GbE, HDR, '4 x NDR' or 'RoCE 100Gb/s'"
+        alike = [each for each in known_networks() if name.isalpha() and each.lower().startswith(name.lower())]
+        if alike:
+            hint = f"did you mean {', '.join(alike)}?"
+        elif "is not a" in what:
+            hint += f"; known are {', '.join(known_networks())}"
+        raise ConfigError(f"{option} {text or repr(text)}: {what.partition(';')[0]}", hint=hint) from None
     return NetworkOption(text=name, nics=(nic,), price=amount)
 
 
@@ -80,7 +90,7 @@ def _nic(name: str, gpudirect: bool | None) -> Nic:
     if not 1 <= count <= 64:
         raise ValueError(f"{count} NICs of a host, expected 1 to 64")
     if "sharp" in rate.lower():
-        raise ValueError("reductions in switches (SHARP) are not modelled; name the ports alone, such as 8 x NDR")
+        raise ValueError("reductions in switches (SHARP) are not modelled")
     if named := find_named_network(rate):
         return _nics(named.device, count if rate != name else named.nics, named.rate, named.kind, gpudirect)
     given = _KIND.match(rate)
@@ -90,9 +100,10 @@ def _nic(name: str, gpudirect: bool | None) -> Nic:
         rate = rate[given.end() :]
     if not rate:
         raise ValueError("the rate is missing")
+    rate = re.sub(r"(?<=[0-9])( ?)gbe$", r"\1GbE", rate, flags=re.IGNORECASE)
     if re.fullmatch(r"[0-9.]+", rate) and kind:
         rate += "Gb/s"
-    if re.match(r"[0-9.]+ *([kMGT]?(bit|b|B)([/p]s)?)?$", rate) and not kind:
+    if _AMBIGUOUS.match(rate) and not kind:
         raise ValueError(f"{rate!r} is ambiguous")
     return _nics("nic", count, rate, kind, gpudirect)
 

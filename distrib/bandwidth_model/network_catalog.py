@@ -138,10 +138,13 @@ def find_network(name: str) -> str:
     known |= {plain(alias): name for alias, name in network_catalog().aliases.items()}
     if plain(name) in known:
         return known[plain(name)]
-    near = difflib.get_close_matches(plain(name), list(known), n=1, cutoff=0.5)
+    near = [known[each] for each in difflib.get_close_matches(plain(name), list(known), n=1, cutoff=0.5)]
+    family = re.match(r"[a-z]*", plain(name))[0]  # type: ignore[index]  # it matches any text
+    alike = near + [each for each in network_names() if family and plain(each).startswith(family)]
+    names = ", ".join(dict.fromkeys(alike))
     raise ConfigError(
         f"--workload {name}: no such file, and not in the catalogue",
-        hint=(f"did you mean {known[near[0]]}? It" if near else "it") + f" has {', '.join(network_names())}",
+        hint=f"did you mean {names}?" if alike else f"it has {', '.join(network_names())}",
         code="workload-unknown",
     )
 

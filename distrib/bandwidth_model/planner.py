@@ -243,7 +243,7 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
         ranks_per_node=last.ranks_per_host,
         predictions=base,
         estimates=_estimates(request, request.topology, base, request.network_price),
-        assumptions=_assumptions(request, fabric),
+        assumptions=(*_assumptions(request, fabric), *(explain_choices(choices) if request.chooses_shard else ())),
         wanted_efficiency=request.efficiency,
         needed_bytes_per_second=needed,
         limit=None if needed or request.largest == 1 else predict_limit(request.topology, workload, strategy, **largest),
@@ -255,7 +255,7 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
         advice=() if last.ranks == 1 else recommend(request.topology, workload, strategy, **largest),
         compared=_compare(request, [predicted(topology) for _, topology in request.networks]),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
-        notes=(*(explain_choices(choices) if request.chooses_shard else ()), *request.notes, *last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
+        notes=(*last.notes, *age_notes(request.topology, datetime.now(timezone.utc))),
     )  # fmt: skip
 
 
@@ -331,7 +331,7 @@ def _assumptions(request: PlanRequest, fabric: Fabric) -> tuple[str, ...]:
     choice = request.network_choice
     if fabric.network and request.networks and not choice:
         choice = f"{fabric.network.text} of {request.topology.source}, none of --compare"
-    found = [_network_text(fabric.network, choice, gpus=fabric.gpus)] if fabric.network else []
+    found = [_network_text(fabric.network, choice, gpus=fabric.gpus), *request.notes] if fabric.network else []
     if request.networks and not fabric.network:
         found.append(f"one host uses no network; {request.network_choice} is not used")
     spec = find_gpu(request.workload.device)
@@ -347,7 +347,7 @@ def _network_text(link: RingLink, choice: str, *, gpus: bool) -> str:
     """Describe the network that was assumed: NICs, transport and GPUDirect RDMA."""
     text = f"network {choice or link.text or 'as measured'}: {count_text(link.ports, 'NIC')} a host"
     if link.kind == "ethernet":
-        return f"{text}, TCP at {bit_rate_text(link.bytes_per_second)} (write such as 'RoCE 100Gb/s' for RDMA)"
+        return f"{text}, of which TCP carries {bit_rate_text(link.bytes_per_second)}; for RDMA write such as 'RoCE 100Gb/s'"
     if link.kind not in ("infiniband", "roce"):
         return text
     if not gpus:

@@ -168,17 +168,21 @@ def find_faster_subset(
     return best if is_faster else None
 
 
-def faster_subset_text(subset: HostSubset, baseline: Prediction) -> str:
+def faster_subset_text(subset: HostSubset, baseline: Prediction, *, has_names: bool = True) -> str:
     """Describe a faster subset: `n1 alone would be faster, 370 samples/s instead of 125`.
 
     Args:
         subset: The subset.
         baseline: The prediction for all hosts.
+        has_names: False if the user named no hosts.
     """
-    names = name_hosts(subset.hosts)
-    who = f"{names} alone" if len(subset.hosts) == 1 else f"{len(subset.hosts)} of the hosts ({names})"
-    faster, slower = subset.prediction.samples_per_second, baseline.samples_per_second
-    return f"{who} would be faster, {units.number_text(faster)} samples/s instead of {units.number_text(slower)}"
+    names, count = name_hosts(subset.hosts), len(subset.hosts)
+    who = f"{names} alone" if count == 1 else f"{count} of the hosts ({names})"
+    if not has_names:
+        who = units.count_text(count, "host") + " alone"
+    unit, field = ("tokens", "tokens_per_second") if baseline.tokens_per_second else ("samples", "samples_per_second")
+    faster, slower = (units.compact_text(getattr(each, field)) for each in (subset.prediction, baseline))
+    return f"{who} would be faster, {faster} {unit}/s instead of {slower}"
 
 
 def include_option(subset: HostSubset) -> str:

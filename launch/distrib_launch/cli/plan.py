@@ -59,7 +59,7 @@ def add_options(plan: Parser) -> None:
                       "gradients and optimizer over all ranks (FSDP) or those of a host (HSDP); auto: the fastest that fits"))  # fmt: skip
     what.add_argument("--compare", metavar="NET[=PRICE],...", help=CommonHelp("compare networks, with prices per host of a purchase or "
                       "an hour, such as 100GbE=400,HDR=0.2/h"))  # fmt: skip
-    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the bandwidth for this (default: 90%%)"))  # fmt: skip
+    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the bandwidth for this scaling efficiency (default: 90%%)"))  # fmt: skip
     described = plan.add_argument_group("a transformer by its size, in place of --workload")
     described.add_argument("--params", type=_amount, metavar="N", help="assume a decoder of N parameters, such as 7B")
     described.add_argument("--layers", type=integer("layers"), metavar="N", help="assume N layers, such as 32")
@@ -144,7 +144,10 @@ def _amount(given: str) -> float:
 
 
 def _positive(given: str) -> float:
-    price = _price(given)
+    try:
+        price = parse_price(given)
+    except ValueError:
+        price = Price(amount=0)
     if price.is_hourly or not price.amount:
         raise argparse.ArgumentTypeError(f"{given!r} is not a price above 0; write such as 2.5")
     return price.amount

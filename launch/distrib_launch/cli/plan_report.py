@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from distrib.bandwidth_model.fabric import HYPOTHETICAL
 from distrib.bandwidth_model.planner import NetworkComparison, PlanRequest, ScalingPlan
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.recommendations import Recommendation, faster_subset_text, include_option
+from distrib.bandwidth_model.recommendations import faster_subset_text, include_option
 from distrib.bandwidth_model.scaling import NEGLIGIBLE_FRACTION
 from distrib.bandwidth_model.training_cost import Estimate
 from distrib.units import bit_rate_text, compact_text, count_text, duration_text, number_text, size_text
@@ -28,25 +29,28 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
     """
     work = plan.workload
     hosts = count_text(request.largest, "host")
-    links = plan.predictions[-1].expected_error
+    tokens = f" of {request.workload.sample_tokens:,} tokens" if request.workload.sample_tokens else ""
+    fits = plan.memory is None or plan.memory.fits is not False
     paragraphs = [
-        f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
-        f"{duration_text(work.compute_seconds + work.loader_seconds)} a step alone, {size_text(work.gradient_bytes)} of gradients; "
-        f"{_ranks(request)} a host",
+        f"{work.name} on {work.device}: {_ranks(request)} a host, {count_text(work.batch, 'sample')}{tokens} a rank",
+        f"one rank alone takes {duration_text(work.compute_seconds + work.loader_seconds)} a step and has "
+        f"{size_text(work.gradient_bytes)} of gradients",
         *plan.assumptions,
+        *([] if fits else _memory(plan)),
     ]
     report = [line for text in paragraphs for line in _wrapped(text)]
-    report += ["", *_table_of_hosts(plan), ""]
-    answers = _efficiencies(plan, hosts), _needed(request, plan), *_training(request, plan, hosts)
-    for text in (*answers, *_memory(plan), _fewer(request, plan)):
+    report += ["", *_table_of_hosts(request, plan), ""]
+    answers = *_efficiencies(plan, hosts), _needed(request, plan), *_training(request, plan, hosts)
+    for text in (*answers, *(_memory(plan) if fits else []), _fewer(request, plan)):
         report += _wrapped(text)
     if plan.compared:
         report += ["", *_comparison(plan.compared, hosts)]
-    report += [*_advice(plan.advice, hosts), ""]
+    report += [*(_advice(plan, hosts) if fits else []), ""]
+    links = f"communication {plan.predictions[-1].expected_error:.0%}"
     report += _wrapped(
-        f"in brackets: 10th to 90th percentile, for an expected error of {plan.expected_error:.0%} (communication {links:.0%}, "
-        f"compute {work.expected_error:.0%}: {work.source})"
+        f"in brackets: 10th to 90th percentile; expected errors: {links}, compute {work.expected_error:.0%}"
     )
+    report += _wrapped(f"compute: {work.source}")
     return report + [line for note in plan.notes for line in _wrapped(f"note: {note}")]
 
 
@@ -63,7 +67,7 @@ def _ranks(request: PlanRequest) -> str:
     return f"{most} rank{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} ranks"
 
 
-def _table_of_hosts(plan: ScalingPlan) -> list[str]:
+def _table_of_hosts(request: PlanRequest, plan: ScalingPlan) -> list[str]:
     """Format the predictions: throughput, and efficiency relative to one rank."""
     unit = "tokens/s" if plan.estimates[0].tokens_per_second else "samples/s"
     has_mfu = plan.estimates[0].model_flop_utilization is not None
@@ -78,20 +82,27 @@ def _table_of_hosts(plan: ScalingPlan) -> list[str]:
         ]
         if estimate.model_flop_utilization:
             row.append(f"{estimate.model_flop_utilization.value:.0%}")
-        rows.append([*row, _limit(prediction)])
+        rows.append([*row, _without_invented_names(request, _limit(prediction))])
     return table(["hosts", "ranks", "step", unit, "efficiency", *["MFU"] * has_mfu, "limited by"], rows)
 
 
-def _efficiencies(plan: ScalingPlan, hosts: str) -> str:
+def _without_invented_names(request: PlanRequest, text: str) -> str:
+    """Remove the names of hosts that the user did not name: `node1-node2, HDR` becomes `network HDR`."""
+    if request.topology.name != HYPOTHETICAL:
+        return text
+    return re.sub(r"\S+ gpu\d+-gpu\d+, ", "", re.sub(r"(?:link )?node1-node\d+, ", "network ", text))
+
+
+def _efficiencies(plan: ScalingPlan, hosts: str) -> tuple[str, str]:
     """Say what the efficiency of the table is, and give that relative to one host, and the batch."""
     last = plan.estimates[-1]
     against_host = ""
-    if last.hosts > 1:
+    if last.hosts > 1 and plan.predictions[-1].strategy.mode != "async":  # which one host's only server would slow down
         against_host = f"; relative to one host, {hosts} reach {_percent_range_text(last.efficiency_of_one_host)}"
     batch = f"global batch of {hosts}: {compact_text(last.global_batch_samples)} samples"
     if last.global_batch_tokens:
         batch += f", {compact_text(last.global_batch_tokens)} tokens"
-    return f"efficiency is relative to one rank alone{against_host}; {batch}"
+    return f"efficiency is relative to one rank alone{against_host}", batch
 
 
 def _range_text(estimate: Estimate) -> str:
@@ -127,7 +138,7 @@ def _training(request: PlanRequest, plan: ScalingPlan, hosts: str) -> list[str]:
     if last.gpu_hours:
         texts.append(f"{_range_text(last.gpu_hours)} GPU-hours")
     if last.total_cost:
-        texts.append(f"cost {_range_text(last.total_cost)}, {cost}")
+        texts.append(f"cost {_range_text(last.total_cost)}: {cost}")
     return [", ".join(texts)]
 
 
@@ -137,25 +148,27 @@ def _time_range_text(estimate: Estimate) -> str:
         ("seconds", 1),
     )
     value, low, high = (number_text(each / seconds) for each in (estimate.value, estimate.p10, estimate.p90))
-    return f"{value} {unit} ({low}-{high})"
+    return f"{value} ({low}-{high}) {unit}"
 
 
 def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
     last = plan.predictions[-1]
     wanted = f"{100 * plan.wanted_efficiency:.6g}%"
-    where = f"{wanted} on {request.largest} host{'' if request.largest == 1 else 's'}"
+    where = f"{wanted} efficiency on {count_text(request.largest, 'host')}"
     if plan.limit:
-        held = f", limited by {plan.limit.losses[0].what}" if plan.limit.losses else ""
-        return f"{where}: no network reaches that; the fastest would bring {plan.limit.efficiency:.0%}{held}"
+        held = (
+            f", limited by {_without_invented_names(request, plan.limit.losses[0].what)}" if plan.limit.losses else ""
+        )
+        return f"{where} is out of reach: the fastest network brings {plan.limit.efficiency:.0%}{held}"
     if plan.needed_bytes_per_second is None:
         held = ""
         if last.efficiency < plan.wanted_efficiency:
-            most = last.losses[0].what if last.losses else "compute"
+            most = _without_invented_names(request, last.losses[0].what) if last.losses else "compute"
             held = f", but it reaches {last.efficiency:.0%}: limited by {most}"
         return f"{where}: no network between hosts is needed{held}"
     has = ""
     if last.cap and not last.cap.is_inside:
-        has = f"; {last.cap.link} has {last.cap.bandwidth}"
+        has = _without_invented_names(request, f"; {last.cap.link} has {last.cap.bandwidth}")
     reached = " (reached)" if last.efficiency >= plan.wanted_efficiency else ""
     return f"{where} needs {bit_rate_text(plan.needed_bytes_per_second)} a host{has}{reached}"
 
@@ -163,8 +176,9 @@ def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
 def _fewer(request: PlanRequest, plan: ScalingPlan) -> str:
     if plan.fewer is None:
         return ""
-    option = "" if request.topology.name == HYPOTHETICAL else f": distrib-launch {include_option(plan.fewer)}"
-    return faster_subset_text(plan.fewer, plan.predictions[-1]) + option
+    has_names = request.topology.name != HYPOTHETICAL
+    option = f": distrib-launch {include_option(plan.fewer)}" if has_names else ""
+    return faster_subset_text(plan.fewer, plan.predictions[-1], has_names=has_names) + option
 
 
 def _memory(plan: ScalingPlan) -> list[str]:
@@ -172,7 +186,7 @@ def _memory(plan: ScalingPlan) -> list[str]:
         texts = [f"memory of a rank: {plan.memory.verdict}"]
         if not plan.memory.fits:
             parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.parts.items())
-            texts += [f"  {parts}", f"  {plan.memory.advice}"]
+            texts += [f"  {parts}", f"  {_memory_advice(plan)}"]
         return [text for text in texts if text.strip()]
     fits = plan.predictions[-1].fits_memory
     memory = plan.workload.memory_bytes
@@ -180,6 +194,19 @@ def _memory(plan: ScalingPlan) -> list[str]:
         return []
     held = f"memory: a rank holds {size_text(memory)} alone, and buckets of {size_text(plan.workload.gradient_bytes)} beside others"
     return [f"{held}; it fits" if fits else f"{held}: more than {plan.workload.device} has; take a smaller --batch"]
+
+
+def _memory_advice(plan: ScalingPlan) -> str:
+    strategy = plan.predictions[-1].strategy
+    if plan.memory is None or plan.memory.changes:
+        return plan.memory.advice if plan.memory else ""
+    if strategy.shard == "none":
+        return (
+            "it would need to be sharded: --shard auto"
+            if strategy.mode == "sync"
+            else "only --mode sync with --shard can divide it"
+        )
+    return "take more hosts, GPUs with more memory, or shorter sequences"
 
 
 def _comparison(compared: Sequence[NetworkComparison], hosts: str) -> list[str]:
@@ -208,9 +235,10 @@ def _comparison(compared: Sequence[NetworkComparison], hosts: str) -> list[str]:
     return found
 
 
-def _advice(advice: Sequence[Recommendation], hosts: str) -> list[str]:
+def _advice(plan: ScalingPlan, hosts: str) -> list[str]:
     """Format the settings that are faster than the current ones: first the equivalent ones, then those that affect convergence."""
-    current = next((each.prediction.samples_per_second for each in advice if not each.options and not each.batch), 0.0)
+    strategy, advice = plan.predictions[-1].strategy, plan.advice
+    current = plan.predictions[-1].samples_per_second
     # Less than 1 % is within the error.
     faster = [each for each in advice if current and each.prediction.samples_per_second > 1.01 * current]
     chosen = [each for each in faster if each.exact][:1]
@@ -219,14 +247,14 @@ def _advice(advice: Sequence[Recommendation], hosts: str) -> list[str]:
         return []
     rows = [
         (
-            f"batches of {each.batch} in the script" if each.batch else " ".join(each.options),
+            f"batches of {each.batch} in the script" if each.batch else " ".join(each.options) or "--mode sync",
             f"x {each.prediction.samples_per_second / current:.2f}",
-            "none: the same result" if each.exact else each.convergence,
+            "none: the same result" if each.exact and strategy.exact else each.convergence,
         )
         for each in chosen
     ]
     more = f"; {len(faster) - len(chosen)} more with --json" if len(faster) > len(chosen) else ""
-    return ["", *table((f"faster on {hosts}{more}", "speed", "effect (compare the loss)"), rows)]
+    return ["", *table((f"faster on {hosts}{more}", "speed", "effect on convergence"), rows)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:

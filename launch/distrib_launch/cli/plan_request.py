@@ -49,7 +49,7 @@ def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> 
     if network_text is None and options.compare is None and topology is None:
         network_text = hypothetical.reference_network(workload.device)
     if network_text is not None and options.network is None:
-        notes = (f"no --network: {network_text} is assumed, as in NVIDIA's own hosts with these GPUs",)
+        notes = ("no --network: that of NVIDIA's own hosts with these GPUs is assumed",)
     network = hypothetical.parse_network_option(network_text, gpudirect) if network_text is not None else None
     networks = _parse_compared_networks(options.compare, gpudirect) if options.compare is not None else []
     hosts = _ranks(choices, listed, topology, workload)
