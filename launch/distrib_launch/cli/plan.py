@@ -39,7 +39,7 @@ def add_options(plan: Parser) -> None:
                      "ResNet-50 or llama-3-8b, or the file of distrib-launch --profile"))  # fmt: skip
     add_hosts(job, "all of the topology")
     add_host_filter(job)
-    job.add_argument("--nodes", type=_nodes, metavar="N|A..B", help=CommonHelp("predict for so many hosts, such as 16, 1,2,4 or 1..64 "
+    job.add_argument("--nodes", type=_nodes, metavar="N|A..B", help=CommonHelp("predict for N hosts, or for A to B, such as 16, 1,2,4 or 1..64 "
                      "(default: up to those there are, or 16)"))  # fmt: skip
     job.add_argument("--ranks-per-node", type=integer("ranks"), metavar="N", help="give each host N ranks (default: the hostfile's "
                      "slots, one per GPU, 8 for GPUs that no file describes, 1 on CPUs)")  # fmt: skip
@@ -53,7 +53,7 @@ def add_options(plan: Parser) -> None:
     what.add_argument("--precision", choices=list(PRECISIONS), help="compute in this precision, with parameters in 32 bits (default: "
                       "16 bits on GPUs with tensor cores)")  # fmt: skip
     what.add_argument("--checkpointing", choices=["none", "selective", "full"], help="compute activations again in backward: half of "
-                      "the matrix products, or all of each block (default: as usual for the network)")  # fmt: skip
+                      "the matrix products (selective) or each block (full) (default: as usual for the network)")  # fmt: skip
     what.add_argument("--compile", action="store_true", help="assume torch.compile, for decoders such as Llama")
     what.add_argument("--shard", choices=["none", "grads", "host", "all", "auto"], default="none", help=CommonHelp("divide parameters, "
                       "gradients and optimizer over all ranks (FSDP) or those of a host (HSDP); auto: the fastest that fits"))  # fmt: skip

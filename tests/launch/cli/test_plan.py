@@ -508,7 +508,8 @@ def test_hosts_that_would_be_faster_without_the_others_are_named():
     assert re.search(r"\n  --include node1: [0-9.]+ samples/s instead of [0-9.]+", warning)
     mixed = " ".join(plan("--workload", "BERT-large", "-H", ROOT / "hostfiles/mixed-gpus.txt").stdout.split())
     assert re.search(
-        r"2 of the hosts \(new1, new2\) would be faster, [\d.]+k tokens/s .*: distrib-launch --include new\[1-2\]", mixed
+        r"2 of the hosts \(new1, new2\) would be faster, [\d.]+k tokens/s .*: distrib-launch --include new\[1-2\]",
+        mixed,
     )
     for network, faster in (("HDR", False), ("1GbE", True)):
         found = planned("--workload", "ResNet-50", "--gpu", "A100", "--nodes", "8", "--network", network)
