@@ -133,7 +133,8 @@ def find_fabric(
     if network and not gpus:  # ranks of a CPU host share memory
         links = [network]
     unmeasured = [link.name for link in links if not link.measured and (gpus or link is network)]
-    if unmeasured and topology and topology.name != HYPOTHETICAL:  # the options describe hosts that do not exist
+    # Hosts that the options invent cannot be measured.
+    if unmeasured and not (topology and topology.name == HYPOTHETICAL):
         was = "was" if len(unmeasured) == 1 else "were"
         notes += (f"{' and '.join(unmeasured)} {was} not measured: rates from the catalogue; see distrib-topo probe",)
     shares = _shares(topology, names, each, count)
