@@ -27,7 +27,9 @@ def test_replicas_that_differ_at_the_end_are_a_failure(tmp_path):
     assert result.returncode == 0, result.stderr  # no parameter was updated
     result = run_ranks(2, script, "learn", DISTRIB_STRATEGY='{"mode": "local"}')
     assert result.returncode == 1 and "done" in result.stdout, result.stderr
-    assert ": bias differs between ranks, and no prepared optimizer has it" in result.stderr  # of the rank that ends first
+    assert (
+        ": bias differs between ranks, and no prepared optimizer has it" in result.stderr
+    )  # of the rank that ends first
 
 
 def test_a_rank_that_fails_in_its_last_synchronization_exits_with_1(tmp_path):
