@@ -7,6 +7,7 @@ uplink of a rack as often as neighbours stand on either side of it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -83,6 +84,13 @@ class RingLink(msgspec.Struct, frozen=True, kw_only=True):
     def bytes_per_second(self) -> float:
         """The bandwidth of large messages."""
         return self.curve.large_bytes_per_second
+
+    @property
+    def network_text(self) -> str:
+        """The type of network, such as `Ethernet` or `8 ports of InfiniBand`; empty if unknown."""
+        kinds: dict[LinkKind | None, str] = {"ethernet": "Ethernet", "infiniband": "InfiniBand", "roce": "RoCE"}
+        text = self.family or kinds.get(self.kind, "")
+        return f"{self.ports} ports of {text}" if self.ports > 1 and text else text
 
 
 def slowest_between_hosts(topology: Topology | None, names: tuple[str, ...], *, gpus: bool) -> RingLink:
@@ -217,8 +225,7 @@ def limited_by_slots(topology: Topology | None, network: RingLink, workload: Wor
         ranks: The fewest ranks of a host, with one GPU each.
     """
     group = topology.group_of(network.source) if topology else None
-    spec = find_gpu(workload.device)
-    pcie = (group.pcie_spec if group else None) or (parse_bus_link(spec.pcie) if spec and spec.pcie else None)
+    pcie = _slot(group, workload)
     if pcie is None:
         return network
     # Through host memory, a gradient crosses a slot twice.
@@ -234,6 +241,24 @@ def limited_by_slots(topology: Topology | None, network: RingLink, workload: Wor
         text=f"{network.text} {slots}" if network.text else slots,
         curve=network.curve.slower(network.bytes_per_second / rate),
     )
+
+
+def slots_bandwidth(topology: Topology | None, network: RingLink, workload: Workload, ranks: int) -> float:
+    """Compute the bandwidth between hosts that the PCIe slots of the GPUs carry with any network; infinite if unknown.
+
+    Args:
+        topology: The cluster.
+        network: The link between hosts.
+        workload: One rank's step, with its device.
+        ranks: The fewest ranks of a host, with one GPU each.
+    """
+    pcie = _slot(topology.group_of(network.source) if topology else None, workload)
+    return ranks * pcie.usable_bytes_per_second if pcie else math.inf
+
+
+def _slot(group: NodeGroup | None, workload: Workload) -> LinkSpec | None:
+    spec = find_gpu(workload.device)
+    return (group.pcie_spec if group else None) or (parse_bus_link(spec.pcie) if spec and spec.pcie else None)
 
 
 def _nics_near(group: NodeGroup | None, ports: int, ranks: int) -> int:

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distrib.bandwidth_model.bottleneck import RingLink, limited_by_slots, slowest_between_hosts, slowest_inside_host
+from distrib.bandwidth_model import link_curve
+from distrib.bandwidth_model.bottleneck import (
+    RingLink,
+    limited_by_slots,
+    slots_bandwidth,
+    slowest_between_hosts,
+    slowest_inside_host,
+)
 from distrib.bandwidth_model.workload import Workload
 from distrib.bandwidth_model.workload_catalog import gpu_scaling_error, step_time_ratio
-from distrib.cluster.hardware_catalog import GpuSpec, find_gpu
+from distrib.cluster.hardware_catalog import GpuSpec, find_gpu, hardware_catalog
 from distrib.cluster.links import intra_node_link
 from distrib.cluster.measurements import Collective
-from distrib.cluster.topology import Topology
+from distrib.cluster.topology import LIMITS, Topology
 from distrib.errors import ConfigError
 
 MEASURED_ERROR, CATALOGUED_ERROR = 0.05, 0.15
@@ -45,6 +52,8 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     """Measured all-reduces of this cluster."""
     memory_bytes_per_second: float | None = None
     """Rate of copies in host memory, or in GPU memory."""
+    slots_bytes_per_second: float = math.inf
+    """The most bandwidth between hosts that the PCIe slots of the GPUs carry."""
     memory_bytes: int | None = None
     """Memory of the smallest GPU."""
     slowness: tuple[tuple[float, int], ...] = ()
@@ -81,6 +90,41 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
         collectives = tuple(_faster(each, self.network, factor) for each in self.collectives)
         network = msgspec.structs.replace(self.network, curve=self.network.curve.slower(factor))
         return msgspec.structs.replace(self, network=network, collectives=collectives)
+
+    def at_full_speed(self) -> Fabric:
+        """Raise the bandwidth between hosts to the most that networks of this type have and PCIe slots carry."""
+        if self.network is None:
+            return self
+        most = LIMITS.max_bytes_per_second
+        if self.network.kind == "ethernet":
+            most = max(
+                link.rate_bytes_per_second.value * link.usable.value
+                for link in hardware_catalog().links
+                if link.kind == "ethernet"
+            )
+        # Through host memory, a gradient crosses a slot twice.
+        most = min(most, self.slots_bytes_per_second / (2 if self.network.gpudirect is False else 1))
+        return self.with_network_bandwidth(max(most, self.network.bytes_per_second))
+
+    def with_best_network(self) -> Fabric:
+        """Replace the network by the fastest one: a port of InfiniBand for each rank of a host, as fast as PCIe slots are.
+
+        Measured all-reduces describe the present network, except for those that its links do not explain.
+        """
+        if self.network is None:
+            return self
+        links = [link for link in hardware_catalog().links if link.kind == "infiniband"]
+        latency = min([link.latency_seconds.value for link in links] + [self.network.curve.latency_seconds])
+        bandwidth = min(LIMITS.max_bytes_per_second, self.slots_bytes_per_second)
+        network = msgspec.structs.replace(
+            self.network,
+            kind="infiniband",
+            family="",
+            ports=self.ranks_per_host if self.gpus else 1,
+            curve=link_curve.linear_curve(latency, bandwidth),
+        )
+        best = msgspec.structs.replace(self.with_network_bandwidth(bandwidth), network=network)
+        return best if self.is_slower_than_links else msgspec.structs.replace(best, collectives=())
 
     def with_intra_node_bandwidth(self, bytes_per_second: float) -> Fabric:
         """Change the bandwidth of all links inside hosts.
@@ -121,7 +165,9 @@ def find_fabric(
     names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
     network = slowest_between_hosts(topology, names, gpus=gpus) if count > 1 else None
+    slots = math.inf
     if network and gpus:
+        slots = slots_bandwidth(topology, network, workload, min(each))
         network = limited_by_slots(topology, network, workload, min(each))
     intra_node = _intra_node(topology, names, workload, each) if most > 1 else None
     slowness, slowness_notes = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
@@ -158,6 +204,7 @@ def find_fabric(
         compute_capability=_capability(topology, names, spec) if gpus else None,
         collectives=_collectives(topology, network, gpus, most),
         memory_bytes_per_second=_memory_rate(topology, names, spec, gpus),
+        slots_bytes_per_second=slots,
         memory_bytes=_smallest(topology, names, spec) if gpus else None,
         slowness=slowness,
         expected_error=max(

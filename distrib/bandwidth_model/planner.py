@@ -14,7 +14,7 @@ from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.hypothetical import NetworkOption
 from distrib.bandwidth_model.memory_estimate import MemoryEstimate
 from distrib.bandwidth_model.network_catalog import find_network
-from distrib.bandwidth_model.prediction import Prediction, ScalingLimit
+from distrib.bandwidth_model.prediction import NeededNetwork, Prediction, ScalingLimit
 from distrib.bandwidth_model.recommendations import (
     HostSubset,
     Recommendation,
@@ -22,7 +22,7 @@ from distrib.bandwidth_model.recommendations import (
     find_faster_subset,
     recommend,
 )
-from distrib.bandwidth_model.scaling import find_job, needed_bandwidth, predict_limit, predict_step
+from distrib.bandwidth_model.scaling import find_job, find_needed_network, predict_limit, predict_step
 from distrib.bandwidth_model.shard_choice import ShardChoice, choose_shard, explain_choices
 from distrib.bandwidth_model.sharding import shard_group
 from distrib.bandwidth_model.training_cost import (
@@ -120,7 +120,7 @@ class WorkloadSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `--json`. `needed_bytes_per_second`: of each host, for `wanted_efficiency` on the largest number of hosts."""
+    """The output of `--json`. `needed_network`: for `wanted_efficiency` on the largest number of hosts."""
 
     workload: WorkloadSummary
     topology: str
@@ -135,6 +135,7 @@ class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Assumptions about the network, the prices and the ranges."""
     wanted_efficiency: float
     needed_bytes_per_second: float | None
+    needed_network: NeededNetwork | None
     limit: ScalingLimit | None
     """The limit of the largest job with any network, if below the target."""
     fewer: HostSubset | None
@@ -229,7 +230,7 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
     fabric, _ = find_job(request.topology, workload, **largest)
     needed = None
     if request.largest > 1:
-        needed = needed_bandwidth(request.topology, workload, strategy, **largest, efficiency=request.efficiency)
+        needed = find_needed_network(request.topology, workload, strategy, **largest, efficiency=request.efficiency)
     last = base[-1]
     return ScalingPlan(
         workload=WorkloadSummary(
@@ -245,7 +246,8 @@ def make_plan(request: PlanRequest) -> ScalingPlan:
         estimates=_estimates(request, request.topology, base, request.network_price),
         assumptions=(*_assumptions(request, fabric), *(explain_choices(choices) if request.chooses_shard else ())),
         wanted_efficiency=request.efficiency,
-        needed_bytes_per_second=needed,
+        needed_bytes_per_second=needed.bytes_per_second if needed else None,
+        needed_network=needed,
         limit=None if needed or request.largest == 1 else predict_limit(request.topology, workload, strategy, **largest),
         fewer=find_faster_subset(
             request.topology, workload, strategy, hosts=largest["hosts"], ranks_per_host=largest["ranks_per_host"],

@@ -22,6 +22,24 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     end_seconds: float
 
 
+class NeededNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """A network with which a job reaches an efficiency; so does one of this type with more bandwidth."""
+
+    bytes_per_second: float
+    """Bandwidth of each host."""
+    network: str
+    """The type, such as `Ethernet` or `8 ports of InfiniBand`; empty if the present one is not described."""
+    ports: int
+    """Ports of each host, at least."""
+    latency_seconds: float
+    """Latency of a message, at most."""
+
+    @property
+    def text(self) -> str:
+        """Return such as `200 Gb/s a host over 8 ports of InfiniBand`."""
+        return f"{bit_rate_text(self.bytes_per_second)} a host" + (f" over {self.network}" if self.network else "")
+
+
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     """The link that limits a job, its bandwidth and the bandwidth for the target efficiency."""
 
@@ -31,6 +49,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     bandwidth_bytes_per_second: float
     needed_bytes_per_second: float | None = None
+    needed_network: NeededNetwork | None = None
     wanted_efficiency: float = 0.9
     is_inside: bool = False
     """True for a link inside a host, between ends such as `n1 gpu0`."""
@@ -49,7 +68,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The efficiency of a job with unlimited network bandwidth, and the causes of the remaining loss."""
+    """The efficiency of a job with the fastest network, and the causes of the remaining loss."""
 
     efficiency: float
     losses: tuple[Overhead, ...]

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.bandwidth_model.bottleneck import RingLink
-from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.fabric import Fabric, find_fabric
 from distrib.bandwidth_model.memory_estimate import USABLE_FRACTION
-from distrib.bandwidth_model.prediction import Bottleneck, Overhead, Prediction, ScalingLimit
+from distrib.bandwidth_model.prediction import Bottleneck, NeededNetwork, Overhead, Prediction, ScalingLimit
 from distrib.bandwidth_model.sharding import on_shard, shard_group, sharded_memory_bytes
 from distrib.bandwidth_model.step_model import (
     compute_seconds,
@@ -66,7 +65,7 @@ def predict_step(
     return predict_on_fabric(fabric, workload, strategy, spans=timeline)
 
 
-def needed_bandwidth(
+def find_needed_network(
     topology: Topology | None,
     workload: Workload,
     strategy: Strategy = Strategy(),  # noqa: B008  # frozen
@@ -75,8 +74,8 @@ def needed_bandwidth(
     nodes: int | None = None,
     ranks_per_host: int | Sequence[int] = 1,
     efficiency: float = TARGET_EFFICIENCY,
-) -> float | None:
-    """Compute the network bandwidth of each host that gives an efficiency.
+) -> NeededNetwork | None:
+    """Find the slowest network that gives an efficiency: of the present type, else with a port of InfiniBand for each rank.
 
     Args:
         topology: The cluster. None: one host that is not described.
@@ -88,14 +87,13 @@ def needed_bandwidth(
         efficiency: More than 0, at most 1.
 
     Returns:
-        Bytes per second; None if no bandwidth suffices, or the job has one host.
+        The network; None if none suffices, or the job has one host.
 
     Raises:
         ConfigError: The workload or the efficiency is invalid, or a link is unknown.
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
-    workload = on_shard(fabric, workload, strategy)
-    return _needed_bandwidth(fabric, workload, strategy, plan_buckets(fabric, workload, strategy), efficiency)
+    return _needed_network(fabric, on_shard(fabric, workload, strategy), strategy, efficiency)
 
 
 def predict_limit(
@@ -107,7 +105,7 @@ def predict_limit(
     nodes: int | None = None,
     ranks_per_host: int | Sequence[int] = 1,
 ) -> ScalingLimit:
-    """Predict the efficiency with unlimited bandwidth between hosts.
+    """Predict the efficiency with the fastest network: a port of InfiniBand for each rank, as fast as PCIe slots are.
 
     Args:
         topology: The cluster. None: one host that is not described.
@@ -122,15 +120,17 @@ def predict_limit(
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     workload = on_shard(fabric, workload, strategy)
-    buckets = plan_buckets(fabric, workload, strategy)
-    unlimited = fabric.with_network_bandwidth(LIMITS.max_bytes_per_second)
-    without_links = unlimited.with_intra_node_bandwidth(LIMITS.max_bytes_per_second)
-    step, free = (predict_fabric_step(each, workload, strategy, buckets) for each in (unlimited, without_links))
+    best = fabric.with_best_network()
+    buckets = plan_buckets(best, workload, strategy)
+    without_links = best.with_network_bandwidth(LIMITS.max_bytes_per_second).with_intra_node_bandwidth(
+        LIMITS.max_bytes_per_second
+    )
+    step, free = (predict_fabric_step(each, workload, strategy, buckets) for each in (best, without_links))
     latency_seconds = min(free.exposed_seconds, step.exposed_seconds)
     cause = _AS_MEASURED if fabric.is_slower_than_links else _LATENCY
     return ScalingLimit(
-        efficiency=_efficiency(unlimited, workload, strategy, step),
-        losses=_overheads(unlimited, workload, strategy, step, latency_seconds=latency_seconds, latency_cause=cause),
+        efficiency=_efficiency(best, workload, strategy, step),
+        losses=_overheads(best, workload, strategy, step, latency_seconds=latency_seconds, latency_cause=cause),
     )
 
 
@@ -213,7 +213,7 @@ def predict_on_fabric(fabric: Fabric, workload: Workload, strategy: Strategy, *,
         samples_per_second=samples_per_second,
         tokens_per_second=samples_per_second * workload.sample_tokens,
         efficiency=efficiency,
-        cap=_bottleneck(fabric, workload, strategy, buckets, step),
+        cap=_bottleneck(fabric, workload, strategy, step),
         losses=_overheads(fabric, workload, strategy, step),
         fits_memory=_fits_memory(fabric, workload, strategy),
         expected_error=fabric.expected_error if fabric.ranks > 1 else 0.02,
@@ -277,51 +277,51 @@ def _narrowest_link(fabric: Fabric) -> RingLink | None:
     return min(links, key=lambda link: link.bytes_per_second, default=None)
 
 
-def _bottleneck(
-    fabric: Fabric, workload: Workload, strategy: Strategy, buckets: tuple[GradientBucket, ...], step: Step
-) -> Bottleneck | None:
+def _bottleneck(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step) -> Bottleneck | None:
     link = _narrowest_link(fabric)
     if link is None or _has_one_server(fabric, strategy) or step.exposed_seconds <= NEGLIGIBLE_FRACTION * step.seconds:
         return None
     needed = None
     if link is fabric.network and _efficiency(fabric, workload, strategy, step) < TARGET_EFFICIENCY:
-        needed = _needed_bandwidth(fabric, workload, strategy, buckets, TARGET_EFFICIENCY)
+        needed = _needed_network(fabric, workload, strategy, TARGET_EFFICIENCY)
     return Bottleneck(
         link=link.name,
         source=link.source,
         target=link.target,
         bandwidth_bytes_per_second=link.bytes_per_second,
-        needed_bytes_per_second=needed,
+        needed_bytes_per_second=needed.bytes_per_second if needed else None,
+        needed_network=needed,
         wanted_efficiency=TARGET_EFFICIENCY,
         is_inside=link is not fabric.network,
     )
 
 
-def _needed_bandwidth(
-    fabric: Fabric, workload: Workload, strategy: Strategy, buckets: tuple[GradientBucket, ...], target: float
-) -> float | None:
-    """Bisect the bandwidth, with the buckets of the present one."""
+def _needed_network(fabric: Fabric, workload: Workload, strategy: Strategy, target: float) -> NeededNetwork | None:
+    """Find the first type of network that reaches the target at full speed, and bisect its bandwidth."""
     if not 0 < target <= 1:
         raise ConfigError(
             f"efficiency {target}, expected more than 0 and at most 1", hint="give a fraction such as 0.9"
         )
     if fabric.network is None:
         return None
+    for fastest in (fabric.at_full_speed(), fabric.with_best_network()):
+        network = fastest.network
+        if network is None or not _is_reached(fastest, network.bytes_per_second, workload, strategy, target):
+            continue
+        low, high = 1.0, network.bytes_per_second
+        while high / low > 1.001:
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if _is_reached(fastest, middle, workload, strategy, target) else (middle, high)
+        return NeededNetwork(
+            bytes_per_second=high, network=network.network_text, ports=network.ports, latency_seconds=network.curve.latency_seconds
+        )  # fmt: skip
+    return None
 
-    def is_reached(bytes_per_second: float) -> bool:
-        faster = fabric.with_network_bandwidth(bytes_per_second)
-        step = predict_fabric_step(faster, workload, strategy, buckets)
-        return _efficiency(faster, workload, strategy, step) >= target
 
-    low, high = fabric.network.bytes_per_second, LIMITS.max_bytes_per_second
-    if is_reached(low):
-        high, low = low, 1.0
-    elif not is_reached(high):
-        return None
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if is_reached(middle) else (middle, high)
-    return high
+def _is_reached(fabric: Fabric, bytes_per_second: float, workload: Workload, strategy: Strategy, target: float) -> bool:
+    slower = fabric.with_network_bandwidth(bytes_per_second)
+    step = predict_fabric_step(slower, workload, strategy, plan_buckets(slower, workload, strategy))
+    return _efficiency(slower, workload, strategy, step) >= target
 
 
 def _fits_memory(fabric: Fabric, workload: Workload, strategy: Strategy) -> bool | None:

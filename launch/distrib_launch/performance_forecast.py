@@ -117,7 +117,7 @@ def _predict(
     if topology and as_placed.servers is None:  # dedicated servers remain if fewer hosts work
         few = find_faster_subset(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, baseline=prediction)
     limit = None
-    if len(working) > 1 and prediction.cap and not prediction.cap.needed_bytes_per_second:
+    if len(working) > 1 and prediction.cap and not prediction.cap.needed_network:
         limit = predict_limit(topology, workload, prediction.strategy, hosts=hosts, ranks_per_host=each)
     # Beside these options `--include` would be refused, or select other ranks.
     hosts_chosen = options.host_filter
@@ -213,8 +213,8 @@ def _warning(
     why = prediction.losses[0].what if prediction.losses else "no link, the ranks themselves"
     if cap and why == f"link {cap.link}":
         why = f"link {cap.link}, {cap.bandwidth}"
-        if cap.needed_bytes_per_second:
-            why += f"; {cap.wanted_efficiency:.0%} needs {units.bit_rate_text(cap.needed_bytes_per_second)}"
+        if cap.needed_network:
+            why += f"; {cap.wanted_efficiency:.0%} needs {cap.needed_network.text}"
         elif limit and limit.losses and limit.efficiency < prediction.efficiency + MIN_GAIN:
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
     lines = [

@@ -8,7 +8,7 @@ import pytest
 from distrib.bandwidth_model import workload_catalog
 from distrib.bandwidth_model.bottleneck import slowest_between_hosts, slowest_inside_host
 from distrib.bandwidth_model.fabric import find_fabric
-from distrib.bandwidth_model.scaling import needed_bandwidth, predict_limit, predict_step
+from distrib.bandwidth_model.scaling import find_needed_network, predict_limit, predict_step
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.topology import parse_topology
 from tests.conftest import ROOT
@@ -20,7 +20,7 @@ def test_the_limiting_link_is_named_with_the_bandwidth_it_would_need():
     assert told.efficiency < 0.8
     assert told.cap.link == "n1-n2, 10 GbE"
     assert told.cap.bandwidth_bytes_per_second == pytest.approx(1.1375e9)
-    wanted = needed_bandwidth(lab(), job(), hosts=4, ranks_per_host=2, efficiency=0.9)
+    wanted = find_needed_network(lab(), job(), hosts=4, ranks_per_host=2, efficiency=0.9).bytes_per_second
     assert wanted == told.cap.needed_bytes_per_second
     # A link of exactly this rate. Ethernet between 25 and 40 Gb/s uses 90 % of it.
     rate = f"'{wanted * 8e-6 / 0.9:.3f}Mb/s', kind: Ethernet"
@@ -120,7 +120,7 @@ def test_the_losses_of_a_step_are_named_and_add_up(change, topology, hosts, says
 )
 def test_the_limit_with_an_infinite_network_is_named(work, hosts, each, says):
     where = {"hosts": hosts, "ranks_per_host": each}
-    assert needed_bandwidth(lab(), work, **where) is None
+    assert find_needed_network(lab(), work, **where) is None
     limit = predict_limit(lab(), work, **where)
     assert predict_step(lab(), work, **where).efficiency <= limit.efficiency < 0.9
     assert limit.losses[0].what.startswith(says), limit

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import msgspec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from distrib.bandwidth_model.hypothetical import changed_cluster, known_networks, parse_network_option
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.scaling import find_job, predict_on_fabric, predict_step
+from distrib.bandwidth_model.scaling import (
+    find_job,
+    find_needed_network,
+    predict_limit,
+    predict_on_fabric,
+    predict_step,
+)
 from distrib.bandwidth_model.workload_catalog import catalog_workload
 from distrib.cluster.topology import parse_topology
 from distrib.strategy import Gradients, Strategy
@@ -114,6 +122,33 @@ def test_a_larger_batch_never_lowers_efficiency(case, more):
 def test_gpudirect_off_is_never_faster(case, nic):
     with_it, without = (case.predict(nic=f"{nic}, gpudirect: {value}").step_seconds for value in ("yes", "no"))
     assert without >= with_it * (1 - ROUNDING)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=cases,
+    count=st.sampled_from([1, 4, 8]),
+    name=st.sampled_from(known_networks()),
+    target=st.floats(0.5, 0.99),
+    shard=st.sampled_from(["none", "none", "all", "host"]),
+)
+def test_the_needed_network_and_the_limit_agree_with_every_network_of_the_catalogue(case, count, name, target, shard):
+    case = case._replace(hosts=max(2, case.hosts))
+    strategy = msgspec.structs.replace(case.strategy, shard=shard) if case.strategy == Strategy() else case.strategy
+    workload = catalog_workload(case.network, case.gpu, case.batch)
+    place = {"hosts": 2, "nodes": case.hosts, "ranks_per_host": case.each}
+    other = changed_cluster(case.topology, None, parse_network_option(f"{count} x {name}", None), None)
+    reached = predict_step(other, workload, strategy, **place).efficiency
+    needed = find_needed_network(case.topology, workload, strategy, **place, efficiency=target)
+    if needed is None:
+        limit = predict_limit(case.topology, workload, strategy, **place).efficiency
+        assert reached <= limit * (1 + ROUNDING) and limit < target
+        return
+    link = find_job(other, workload, 2, case.each, case.hosts)[0].network
+    is_enough = link.bytes_per_second >= needed.bytes_per_second and link.ports >= min(needed.ports, case.each)
+    is_same_type = link.network_text.endswith(needed.network.split(" ports of ")[-1])
+    if is_enough and is_same_type and link.curve.latency_seconds <= needed.latency_seconds:
+        assert reached >= target * (1 - ROUNDING)
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,7 +14,7 @@ from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.recommendations import faster_subset_text, include_option
 from distrib.bandwidth_model.scaling import NEGLIGIBLE_FRACTION
 from distrib.bandwidth_model.training_cost import Estimate
-from distrib.units import bit_rate_text, compact_text, count_text, duration_text, number_text, size_text
+from distrib.units import compact_text, count_text, duration_text, number_text, size_text
 
 MAX_ROWS = 4
 """Rows of the table of recommendations; `--json` has all."""
@@ -160,7 +160,7 @@ def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
             f", limited by {_without_invented_names(request, plan.limit.losses[0].what)}" if plan.limit.losses else ""
         )
         return f"{where} is out of reach: the fastest network brings {plan.limit.efficiency:.0%}{held}"
-    if plan.needed_bytes_per_second is None:
+    if plan.needed_network is None:
         held = ""
         if last.efficiency < plan.wanted_efficiency:
             most = _without_invented_names(request, last.losses[0].what) if last.losses else "compute"
@@ -170,7 +170,7 @@ def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
     if last.cap and not last.cap.is_inside:
         has = _without_invented_names(request, f"; {last.cap.link} has {last.cap.bandwidth}")
     reached = " (reached)" if last.efficiency >= plan.wanted_efficiency else ""
-    return f"{where} needs {bit_rate_text(plan.needed_bytes_per_second)} a host{has}{reached}"
+    return f"{where} needs {plan.needed_network.text}{has}{reached}"
 
 
 def _fewer(request: PlanRequest, plan: ScalingPlan) -> str:

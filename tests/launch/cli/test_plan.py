@@ -117,9 +117,9 @@ def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
 
 def test_what_the_network_must_carry_is_not_compared_with_a_link_inside_a_host():
     done = plan("--workload", "GPT-2", "-H", EXAMPLES / "h100-ndr.txt")
-    assert re.search(r"^90% efficiency on 8 hosts needs [\d.]+ [GT]b/s a host \(reached\)$", done.stdout, re.M), (
-        done.stdout
-    )
+    assert re.search(
+        r"^90% efficiency on 8 hosts needs [\d.]+ [GT]b/s a host over 8 ports of InfiniBand \(reached\)$", done.stdout, re.M
+    ), done.stdout
     assert "NVLink4" in done.stdout  # NVLink is the bottleneck
 
 
@@ -243,6 +243,27 @@ def test_the_bandwidth_that_is_needed_is_enough():
     for factor, enough in ((1.02, True), (0.9, False)):
         rate = f"RoCE {needed * 8 / 0.92 * factor / 1e9:.2f}Gb/s"
         assert (planned(*words, rate)["predictions"][0]["efficiency"] >= 0.8) is enough, rate
+
+
+def test_no_compared_network_exceeds_the_fastest():
+    words = [
+        "--workload",
+        "BERT-large",
+        "--gpu",
+        "A100",
+        "--nodes",
+        "64",
+        "--compare",
+        "8 x NDR",
+        "--network",
+        "100GbE",
+    ]
+    told = planned(*words)
+    (compared,) = told["compared"]
+    assert told["needed_network"]["network"] == "8 ports of InfiniBand"
+    assert told["predictions"][0]["efficiency"] < 0.2 and compared["predictions"][0]["efficiency"] > 0.9
+    told = planned(*words, "--efficiency", "95%")
+    assert 0.9 < compared["predictions"][0]["efficiency"] <= told["limit"]["efficiency"] < 0.95
 
 
 def test_networks_are_ranked_by_cost_per_sample_with_the_hosts():
