@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,7 +29,7 @@ from distrib.bandwidth_model.network_catalog import estimate_compute_rate, netwo
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Gradient, Workload
-from distrib.bandwidth_model.workload_catalog import catalog_workload
+from distrib.bandwidth_model.workload_catalog import OPTIMIZERS, catalog_workload
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.strategy import Gradients, Strategy
 
@@ -51,30 +51,47 @@ class Framework(msgspec.Struct, frozen=True):
     """True if parameters, and so gradients, have 16 bits in amp."""
     compression: Gradients = Gradients()
     """The format on the network in amp."""
+    optimizer: Literal["adam", "lamb"] = "adam"
 
 
+LAMB_STEP_BYTES = 52
+"""Bytes that LAMB reads and writes per parameter and step in fp32: 4 for the norm of all gradients, 28 for moments and updates, as Adam,
+8 for the norms of parameters and updates, 12 to apply them (NVIDIA/DeepLearningExamples@729963dd PyTorch/LanguageModeling/BERT/lamb_amp_opt).
+"""
 FRAMEWORKS = {
     "": Framework(),
     "horovod": Framework(Strategy(bucket_bytes=64 << 20)),  # default of HOROVOD_FUSION_THRESHOLD
     "byteps": Framework(Strategy(bucket_bytes=4 << 20, all_reduce="hierarchical", gradients=Gradients("fp16"))),
     "after-backward": Framework(overlaps=False, has_half_gradients=True),
+    "fsdp": Framework(Strategy(shard="all")),
+    "fsdp-16-bit": Framework(Strategy(shard="all", gradients=Gradients("bf16"))),
+    "fsdp-zero2": Framework(Strategy(shard="grads")),
     "horovod-after-backward": Framework(Strategy(bucket_bytes=64 << 20), overlaps=False, compression=Gradients("fp16")),
 }
+FRAMEWORKS |= {f"{name}, lamb": msgspec.structs.replace(one, optimizer="lamb") for name, one in FRAMEWORKS.items()}
 """Frameworks by the optional column `framework`."""
 FRAMEWORK_OF_SOURCE = {
+    ("PyTorch/LanguageModeling/BERT", ", acc "): "after-backward, lamb",
+    ("TensorFlow2/LanguageModeling/BERT", ", acc "): "horovod-after-backward, lamb",
     ("PyTorch/LanguageModeling/BERT", "BERT"): "after-backward",
     ("lambdal/deeplearning-benchmark", "BERT"): "after-backward",
     ("TensorFlow2/LanguageModeling/BERT", "BERT"): "horovod-after-backward",
     ("TensorFlow/Classification", "ResNet"): "horovod",
     ("MxNet/Classification", "ResNet"): "horovod",
+    ("mosaicml/llm-foundry", "A100"): "fsdp-16-bit",
+    ("mosaicml/llm-foundry", "32 x 8 H100"): "fsdp-zero2",
+    ("mosaicml/llm-foundry", "H100"): "fsdp",
 }
-"""Frameworks of rows without the column, by parts of the source and of the network.
+"""Frameworks of rows without the column, by parts of the source and of the description or network.
 
 NVIDIA/DeepLearningExamples@729963dd. PyTorch BERT: run_pretraining.py has one DDP bucket of all gradients and 16-bit parameters;
+pretraining uses LAMB.
 run_squad.py, which Lambda runs too, has apex's DistributedDataParallel and amp O2. Lambda's logs of bert_base_squad, which is in no
 row, show no overlap: two GPUs lose time in proportion to the bytes, 6.6 to 6.8 GB/s on RTX 4090 and 7.8 to 9.0 GB/s on V100.
 TensorFlow 2 BERT: model_training_utils.py calls `hvd.allreduce` after accumulation, with `Compression.fp16` in amp. Fine-tuning
 (squad_config.sh) compiles backward by XLA into clusters, which end before Horovod's operations.
+mosaicml/llm-foundry@8c8dd48f scripts/train/benchmarking/README.md: FULL_SHARD with 16-bit gradients (PURE) on A100; on H100 DEFAULT, which
+reduces in 32 bits (get_mixed_precision of mosaicml/composer), FULL_SHARD on 64 GPUs and SHARD_GRAD_OP from 128. No activation checkpointing.
 """
 NODE_OF_SOURCE = {
     ("lambdal/deeplearning-benchmark", "V100"): "gpus: {kind: V100-SXM2-16GB, count: 8}, links: {peer_to_peer: no}",
@@ -86,6 +103,12 @@ Lambda's V100 are virtual machines (`LambdaCloud`, results/LambdaCloud_2xV100_16
 over NVLink, by bert_base_squad as above, and NCCL copies through host memory (`ncclTopoCheckP2p` in src/graph/paths.cc of
 NVIDIA/nccl@5067397: no peer-to-peer access across host bridges). `(P2P)` names a driver with peer-to-peer access.
 """
+ACCUMULATE_OF_SOURCE = {("TensorFlow2/LanguageModeling/BERT", "16 x DGX-2H, BERT-512"): "12"}
+"""Accumulated batches that differ from the row's `accumulate`, by parts of the source and of the description.
+
+NVIDIA/DeepLearningExamples@729963dd TensorFlow2/LanguageModeling/BERT/scripts/configs/configurations.yml, DGX2_n16p2. The README's 24
+contradicts its own global batch, 30,720.
+"""
 
 HOST_OVERHEAD_SECONDS = {"stas00/ml-engineering": 25e-6}
 """Time of a call on the host in measurements that include it, by a part of the source.
@@ -93,6 +116,12 @@ HOST_OVERHEAD_SECONDS = {"stas00/ml-engineering": 25e-6}
 `timed_allreduce` in network/benchmarks/all_reduce_bench.py of stas00/ml-engineering@3b2d999 times one call on an idle GPU. A later
 version states 20 to 30 us a call for it, and hides them.
 """
+
+NAMED_FAULTS = {
+    "NVIDIA/nccl#209": "Did you set CUDA_VISIBLE_DEVICES=0,1,3,2,7,6,4,5 on GCP ? If you didn't, that would explain the poor performance",
+    "NVIDIA/nccl#495": "you are using NCCL 2.7. NCCL 2.8 or later may be able to give better performance on Ampere multi-node platforms",
+}
+"""Sources in which a maintainer of NCCL names what makes the bus bandwidth low, with the words. The rows stay in all other figures."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +197,17 @@ def report(results: list[Result]) -> dict[str, Any]:
             results,
             {name: lambda one, a=a, b=b: a <= (one.size_bytes or 0) < b for name, a, b in SIZE_RANGES},
         )
+        name, least, _ = SIZE_RANGES[-1]
+        found["without_named_faults"] = _groups(
+            results,
+            {f"{name}, no fault named": lambda one: (one.size_bytes or 0) >= least and one.source not in NAMED_FAULTS},
+        )
     return found
+
+
+def _parts(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the parts of a report in the order in which they are shown."""
+    return {"all": found, **found["halves"], **found.get("sizes", {}), **found.get("without_named_faults", {})}
 
 
 def table(results: list[Result]) -> str:
@@ -196,8 +235,7 @@ def summary_table(found: Mapping[Path, list[Result]]) -> str:
     """
     lines = ["|file|part|rows|mean error|median|bias|verdicts at 90 %|", "|-|-|-|-|-|-|-|"]
     for path, results in found.items():
-        whole = report(results)
-        for name, part in {"all": whole, **whole["halves"], **whole.get("sizes", {})}.items():
+        for name, part in _parts(report(results)).items():
             verdict = f"{part['verdicts_right']:.0%}" if "verdicts_right" in part else ""
             lines.append(
                 f"|{path.stem}|{name}|{part['rows']}|{part['mean_absolute_error']:.1%}|"
@@ -260,12 +298,17 @@ def _scaling(row: Mapping[str, str], number: int) -> Result:
     topology = _cluster(row)
     batch, accumulate = int(row["batch"]), int(row.get("relative_accumulate") or 1)
     found = catalog_workload(row["network"], _gpu(topology), batch, precision=row["precision"])  # type: ignore[arg-type]
+    framework = _framework(row)
+    if framework.optimizer == "lamb":
+        factor = LAMB_STEP_BYTES / OPTIMIZERS["adam"].step_bytes
+        found = msgspec.structs.replace(found, optimizer_seconds=factor * found.optimizer_seconds)
     if speed := row["one_gpu_samples_per_second"]:
         found = _at_speed(found, float(speed), accumulate)
-    framework = _framework(row)
     found = msgspec.structs.replace(found, overlaps=framework.overlaps)
     if framework.has_half_gradients and row["precision"] == "amp":
         found = msgspec.structs.replace(found, gradients=tuple(map(_half, found.gradients)))
+    if given := _of_source(ACCUMULATE_OF_SOURCE, row["source"], row["what"]):
+        row = {**row, "accumulate": given}
     base = _throughput(row, topology, found, "relative_to_hosts", "relative_to_gpus_per_host", "relative_accumulate")
     return Result(
         what=row["what"],
@@ -282,7 +325,9 @@ def _of_source(named: Mapping[tuple[str, str], str], source: str, what: str) -> 
 
 
 def _framework(row: Mapping[str, str]) -> Framework:
-    return FRAMEWORKS[row.get("framework") or _of_source(FRAMEWORK_OF_SOURCE, row["source"], row["network"])]
+    return FRAMEWORKS[
+        row.get("framework") or _of_source(FRAMEWORK_OF_SOURCE, row["source"], f"{row['what']}, {row['network']}")
+    ]
 
 
 def _half(gradient: Gradient) -> Gradient:
@@ -321,12 +366,10 @@ def _throughput(
 
 def _text(path: Path, results: list[Result]) -> str:
     lines = [f"{path.name}"]
-    whole = report(results)
-    parts = {"all": whole, **whole["halves"], **whole.get("sizes", {})}
-    for name, part in parts.items():
+    for name, part in _parts(report(results)).items():
         verdict = f"  verdicts {part['verdicts_right']:6.1%}" if "verdicts_right" in part else ""
         lines.append(
-            f"  {name:16} mean {part['mean_absolute_error']:6.1%}  median {part['median_absolute_error']:6.1%}  "
+            f"  {name:31} mean {part['mean_absolute_error']:6.1%}  median {part['median_absolute_error']:6.1%}  "
             f"bias {part['bias']:+7.1%}{verdict}  {part['rows']} rows"
         )
     return "\n".join(lines)
