@@ -22,7 +22,7 @@ def results() -> dict:
 
 @pytest.mark.parametrize(
     ("path", "mean", "median", "bias"),
-    [(FILES[0], 0.05, 0.02, 0.04), (FILES[1], 0.095, 0.097, 0.093), (FILES[2], 0.175, 0.072, 0.09)],
+    [(FILES[0], 0.047, 0.018, 0.041), (FILES[1], 0.095, 0.097, 0.093), (FILES[2], 0.175, 0.072, 0.09)],
     ids=lambda value: getattr(value, "stem", ""),
 )
 def test_errors_of_both_halves_stay_within_the_bounds(path, mean, median, bias):
@@ -59,3 +59,10 @@ def test_json_reports_errors_halves_and_ranges_of_sizes(monkeypatch, capsys):
     assert told["rows"] == sum(half["rows"] for half in told["halves"].values())
     assert told["rows"] == sum(part["rows"] for part in told["sizes"].values())
     assert told == published.report(results()[FILES[2]])
+
+
+def test_rows_with_a_named_fault_count_in_every_figure_but_one():
+    whole = published.report(results()[FILES[2]])
+    (sound,) = whole["without_named_faults"].values()
+    assert whole["sizes"]["16 MiB and more"]["rows"] - sound["rows"] == 3
+    assert published.NAMED_FAULTS.keys() <= {one.source for one in results()[FILES[2]]}
