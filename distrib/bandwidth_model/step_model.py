@@ -255,16 +255,23 @@ def _transfers(
     conversion = 0.0
     if not fabric.gpus:
         conversion = SETTINGS.busy_conversion_copies / rate * workload.processor_share / workload.processors
+    # Blocks of transformers are equal, so that many buckets cost the same.
+    costs = {_same_cost(bucket): bucket for bucket in buckets}
+    seconds = {key: _network_seconds(fabric, strategy, bucket) for key, bucket in costs.items()}
     return [
         Transfer(
             ready_seconds=bucket.ready_seconds if workload.overlaps else workload.backward_seconds,
-            network_seconds=_network_seconds(fabric, strategy, bucket),
+            network_seconds=seconds[_same_cost(bucket)],
             pack_seconds=bucket.size_bytes
             * (packing / rate + payload_of(bucket, strategy.gradients).passes * conversion),
             unpack_seconds=unpacking * bucket.size_bytes / rate,
         )
         for bucket in buckets
     ]
+
+
+def _same_cost(bucket: GradientBucket) -> tuple[float, float, int]:
+    return bucket.size_bytes, bucket.elements, bucket.tensors
 
 
 def _network_seconds(fabric: Fabric, strategy: Strategy, bucket: GradientBucket) -> float:
