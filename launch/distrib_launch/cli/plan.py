@@ -39,8 +39,8 @@ def add_options(plan: Parser) -> None:
                      "ResNet-50 or llama-3-8b, or the file of distrib-launch --profile"))  # fmt: skip
     add_hosts(job, "all of the topology")
     add_host_filter(job)
-    job.add_argument("--nodes", type=_nodes, metavar="N|A..B", help=CommonHelp("predict for N hosts, or for A to B, such as 16, 1,2,4 or 1..64 "
-                     "(default: up to those there are, or 16)"))  # fmt: skip
+    job.add_argument("--nodes", type=_nodes, metavar="N|A..B", help=CommonHelp("predict for N or A to B hosts, such as 16, 1,2,4 or 1..64 "
+                     "(default: all, or up to 16)"))  # fmt: skip
     job.add_argument("--ranks-per-node", type=integer("ranks"), metavar="N", help="give each host N ranks (default: the hostfile's "
                      "slots, one per GPU, 8 for GPUs that no file describes, 1 on CPUs)")  # fmt: skip
     what = plan.add_argument_group("what if")
@@ -55,11 +55,11 @@ def add_options(plan: Parser) -> None:
     what.add_argument("--checkpointing", choices=["none", "selective", "full"], help="compute activations again in backward: half of "
                       "the matrix products (selective) or each block (full) (default: as usual for the network)")  # fmt: skip
     what.add_argument("--compile", action="store_true", help="assume torch.compile, for decoders such as Llama")
-    what.add_argument("--shard", choices=["none", "grads", "host", "all", "auto"], default="none", help=CommonHelp("divide parameters, "
-                      "gradients and optimizer over all ranks (FSDP) or those of a host (HSDP); auto: the fastest that fits"))  # fmt: skip
+    what.add_argument("--shard", choices=["none", "grads", "host", "all", "auto"], default="none", help=CommonHelp("divide the model over all ranks (FSDP) or those of a "
+                      "host (HSDP); auto: the fastest that fits"))  # fmt: skip
     what.add_argument("--compare", metavar="NET[=PRICE],...", help=CommonHelp("compare networks, with prices per host of a purchase or "
                       "an hour, such as 100GbE=400,HDR=0.2/h"))  # fmt: skip
-    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the bandwidth for this scaling efficiency (default: 90%%)"))  # fmt: skip
+    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the network for this (default: 90%%)"))  # fmt: skip
     described = plan.add_argument_group("a transformer by its size, in place of --workload")
     described.add_argument("--params", type=_amount, metavar="N", help="assume a decoder of N parameters, such as 7B")
     described.add_argument("--layers", type=integer("layers"), metavar="N", help="assume N layers, such as 32")
@@ -89,7 +89,7 @@ def add_options(plan: Parser) -> None:
         "--gpu-hour",
         type=_positive,
         metavar="PRICE",
-        help=CommonHelp("report the cost for this price of a GPU and hour, such as 2.5"),
+        help=CommonHelp("report the cost at this price of a GPU-hour"),
     )
     cost.add_argument("--host-price", type=_price, metavar="PRICE", help="add this price of each host, of a purchase such as 250000 (over "
                       f"{AMORTIZATION_YEARS} years), or of an hour such as 32/h")  # fmt: skip

@@ -118,7 +118,9 @@ def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
 def test_what_the_network_must_carry_is_not_compared_with_a_link_inside_a_host():
     done = plan("--workload", "GPT-2", "-H", EXAMPLES / "h100-ndr.txt")
     assert re.search(
-        r"^90% efficiency on 8 hosts needs [\d.]+ [GT]b/s a host over 8 ports of InfiniBand \(reached\)$", done.stdout, re.M
+        r"^90% efficiency on 8 hosts needs [\d.]+ [GT]b/s a host over 8 ports of InfiniBand \(reached\)$",
+        done.stdout,
+        re.M,
     ), done.stdout
     assert "NVLink4" in done.stdout  # NVLink is the bottleneck
 
