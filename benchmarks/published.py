@@ -43,7 +43,7 @@ SIZE_RANGES = (
 
 
 class Framework(msgspec.Struct, frozen=True):
-    """How a script averages gradients."""
+    """Averaging of gradients in a script."""
 
     strategy: Strategy = Strategy()
     overlaps: bool = True
