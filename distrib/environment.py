@@ -78,7 +78,7 @@ DISTRIB_KEY = "DISTRIB_KEY"
 DISTRIB_RESTARTED = "DISTRIB_RESTARTED"
 """Mode async: `1` for a worker or server that replaces one that died."""
 DISTRIB_EVENTS_FD = "DISTRIB_EVENTS_FD"
-"""Mode async: socket on which the launcher reports deaths and restarts of ranks to a parameter server."""
+"""Mode async: pipe on which the launcher reports deaths and restarts of ranks to a parameter server."""
 
 # Set for the processes around the ranks and removed before the script starts.
 DISTRIB_TOKEN = "DISTRIB_TOKEN"

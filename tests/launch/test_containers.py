@@ -51,7 +51,6 @@ def assignment(**changes: object) -> Assignment:
         (["--container-runtime", "podman"], "need an image"),
         (["--container-mount", "/data"], "need an image"),
         (["--container", "i", "--engine", "kubernetes"], "starts pods"),
-        (["--container", "i", "--mode", "async"], "events of ranks"),
     ],
 )
 def test_options_that_contradict_others_are_refused(words, fragment):

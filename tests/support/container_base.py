@@ -53,7 +53,6 @@ def write_base(archive: Path) -> None:
     for extra in (
         "/etc/passwd",
         "/etc/group",
-        "/etc/apt",
         "/etc/ssl",
         "/etc/alternatives",
         "/var/lib/dpkg/alternatives",

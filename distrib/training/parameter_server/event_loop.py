@@ -27,7 +27,7 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._deferred: deque[Callable[[], None]] = deque()
-        self._unwatched: set[socket.socket] = set()
+        self._unwatched: set[socket.socket | int] = set()
         self.ended = False
 
     def call_soon(self, work: Callable[[], None]) -> None:
@@ -59,11 +59,11 @@ class EventLoop:
         """
         self._deferred.append(work)
 
-    def watch(self, sock: socket.socket, on_events: Callable[[int], None], *, writing: bool = False) -> None:
+    def watch(self, sock: socket.socket | int, on_events: Callable[[int], None], *, writing: bool = False) -> None:
         """Call a function when a socket is readable or writable.
 
         Args:
-            sock: The socket, which may be watched already.
+            sock: The socket, or the descriptor of a pipe, which may be watched already.
             on_events: Called with the events.
             writing: True to wait for the socket to be writable, too.
         """
@@ -76,11 +76,11 @@ class EventLoop:
         if key.events != events or key.data != on_events:
             self._selector.modify(sock, events, on_events)
 
-    def unwatch(self, sock: socket.socket) -> None:
+    def unwatch(self, sock: socket.socket | int) -> None:
         """Stop watching a socket. Events that have happened already are not delivered.
 
         Args:
-            sock: The socket.
+            sock: The socket, or the descriptor of a pipe.
         """
         self._unwatched.add(sock)
         with contextlib.suppress(KeyError, ValueError):

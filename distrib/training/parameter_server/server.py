@@ -221,22 +221,22 @@ class ParameterServer:
 
     # -- primary and replica -------------------------------------------------------------------------------------------
 
-    def watch_events(self, sock: socket.socket) -> None:
-        """Receive the launcher's reports of ranks that died or were restarted, one JSON value per datagram.
+    def watch_events(self, pipe: int) -> None:
+        """Receive the launcher's reports of ranks that died or were restarted, as JSON lines.
 
         Args:
-            sock: A local datagram socket.
+            pipe: Descriptor of a pipe. Each line is written at once, so that only whole lines are read.
         """
 
         def read(_: int) -> None:
-            event = sock.recv(4096)
-            if not event:  # the rank agent has ended, and ends this process soon
-                self.loop.unwatch(sock)
-                return
-            about = decode(event)
-            self.on_rank_event(about["rank"], dead=about["dead"])
+            events = os.read(pipe, 1 << 16)  # all that a pipe holds
+            if not events:  # the rank agent has ended, and ends this process soon
+                self.loop.unwatch(pipe)
+            for event in events.splitlines():
+                about = decode(event)
+                self.on_rank_event(about["rank"], dead=about["dead"])
 
-        self.loop.watch(sock, read)
+        self.loop.watch(pipe, read)
 
     def on_rank_event(self, rank: int, *, dead: bool) -> None:
         """Handle the launcher's report of a rank.
@@ -388,7 +388,7 @@ def main() -> int:
     for ignored in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes: scripts shall save
         signal.signal(ignored, signal.SIG_IGN)
     if descriptor := os.environ.get(DISTRIB_EVENTS_FD):
-        server.watch_events(socket.socket(fileno=int(descriptor)))
+        server.watch_events(int(descriptor))
     server.run()
     if number == 0 and not server.was_called:
         report("no worker has connected: --mode async is for scripts with distrib.init() and job.prepare()")

@@ -235,15 +235,12 @@ def _container(options: argparse.Namespace) -> ContainerOptions:
                 code="option-conflict",
             )
         return ContainerOptions()
-    for given, why in (
-        (options.engine == "kubernetes", "--engine kubernetes starts pods, whose image is --image"),
-        (
-            options.mode == "async",
-            "--mode async reports events of ranks over a socket, which containers do not inherit",
-        ),
-    ):
-        if given:
-            raise ConfigError(f"--container: {why}", hint="leave out --container", code="option-conflict")
+    if options.engine == "kubernetes":
+        raise ConfigError(
+            "--container: --engine kubernetes starts pods, whose image is --image",
+            hint="leave out --container",
+            code="option-conflict",
+        )
     file = files.absolute_path(options.container)  # of Apptainer
     image = str(file) if files.is_file(file) else options.container
     return ContainerOptions(image=image, runtime=options.container_runtime, mounts=tuple(options.container_mounts))

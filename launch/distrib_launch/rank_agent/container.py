@@ -1,7 +1,7 @@
 """Container of a rank's script: docker, podman or apptainer starts it, with the host's network, devices and processes.
 
 The agent stays on the host. Docker passes no descriptors to a container, so script and agent share a mounted folder. It has FIFOs for
-the status lines and for the script's process id, and files for its error and its result. Standard library only.
+events, for the status lines and for the script's process id, and files for its error and its result. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from distrib_launch.rank_agent import reaper
 from distrib_launch.rank_agent.control_channel import Assignment
 
 ENTRY = """
-exec 8>"$0/status" 9>>"$0/result" || exit 125
+exec 7<"$0/events" 8>"$0/status" 9>>"$0/result" || exit 125
 echo $$ >"$0/pid" && read -r _ <"$0/go" || exit 125
 exec "$@"
 """
 """Start of a script in its container. The agent binds the process to its CPUs before it replies in `go`."""
 REMOVAL = '[ -z "$2" ] || "$1" rm --force "$2"; rm -rf "$0"'
-STATUS_FD, RESULT_FD = 8, 9
+EVENTS_FD, STATUS_FD, RESULT_FD = 7, 8, 9
 REMOVAL_SECONDS = 10.0
 """Longest time in which a runtime removes the container of a script that has ended."""
 IMAGE_VARIABLES = frozenset((
@@ -67,16 +67,19 @@ class Container:
         """Process of the script, None before it has started."""
         self._pending: int | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="distrib-container-"))
-        for name in ("status", "pid", "go"):
+        for name in ("events", "status", "pid", "go"):
             os.mkfifo(self._folder / name, 0o600)
         self._error = str(self._folder / "error")
         self.status = self._open("status", os.O_RDONLY | os.O_NONBLOCK)
         self.started = self._open("pid", os.O_RDONLY | os.O_NONBLOCK)
         """Descriptor that is readable once the script's process exists."""
         self._go = self._open("go", os.O_RDWR)
+        self.events = self._open("events", os.O_RDWR | os.O_NONBLOCK)
         self.error = self._open("error", os.O_RDWR | os.O_CREAT)
         self.result = self._open("result", os.O_RDWR | os.O_CREAT)
         environ[env.DISTRIB_STATUS_FD] = str(STATUS_FD)
+        if env.DISTRIB_SERVER in environ:
+            environ[env.DISTRIB_EVENTS_FD] = str(EVENTS_FD)
         environ[env.TORCHELASTIC_ERROR_FILE] = self._error
         if assignment.keep_result:
             environ[env.DISTRIB_RESULT_FD] = str(RESULT_FD)

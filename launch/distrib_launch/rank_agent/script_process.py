@@ -77,7 +77,8 @@ class ScriptProcess:
         self._cpus: tuple[int, ...] = ()
         self._status_tail = b""
         self._result: int | None = None
-        self._events: socket.socket | None = None
+        self._events: int | None = None
+        """Pipe to a parameter server."""
         self._container = self._in_container(assignment, environ, has_input=script_input is not None)
         if self._container is None:
             # The script opens the file through /proc of this process, so that it inherits no descriptor.
@@ -134,7 +135,7 @@ class ScriptProcess:
             container = Container(assignment, environ, on_gpu=self.device.startswith("cuda"), has_input=has_input)
         except NotStarted as why:
             raise Refused(str(why)) from None
-        self._error_file, self._result = container.error, container.result
+        self._error_file, self._result, self._events = container.error, container.result, container.events
         return container
 
     def _on_started(self, descriptor: int) -> None:
@@ -156,26 +157,23 @@ class ScriptProcess:
         with contextlib.suppress(OSError):  # the kernel limits the pipe memory of a user
             fcntl.fcntl(status, fcntl.F_SETPIPE_SZ, 1 << 16)
         environ[env.DISTRIB_STATUS_FD] = str(script_status)
-        passed = [script_status]
         if assignment.keep_result:
             self._result = os.memfd_create("distrib-result")
             environ[env.DISTRIB_RESULT_FD] = str(self._result)
-            passed.append(self._result)
-        script_events: socket.socket | None = None
+        script_ends = [script_status]
         if env.DISTRIB_SERVER in environ:
-            self._events, script_events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._events.setblocking(False)
-            environ[env.DISTRIB_EVENTS_FD] = str(script_events.fileno())
-            passed.append(script_events.fileno())
+            script_events, self._events = os.pipe()
+            os.set_blocking(self._events, False)
+            environ[env.DISTRIB_EVENTS_FD] = str(script_events)
+            script_ends.append(script_events)
         try:
-            yield status, passed
+            yield status, script_ends if self._result is None else [*script_ends, self._result]
         except BaseException:
             os.close(status)
             raise
         finally:
-            os.close(script_status)
-            if script_events:
-                script_events.close()
+            for descriptor in script_ends:
+                os.close(descriptor)
 
     def _spawn(
         self, assignment: Assignment, environ: dict[str, str], share: affinity.Share, passed: list[int],
@@ -229,9 +227,9 @@ class ScriptProcess:
         Args:
             event: JSON object.
         """
-        if self._events:
+        if self._events is not None:
             with contextlib.suppress(OSError):
-                self._events.send(json.dumps(event).encode())
+                os.write(self._events, json.dumps(event).encode() + b"\n")
 
     def set_reading(self, *, enabled: bool) -> None:
         """Start or stop reading the script's output; while it is not read, the script blocks in its `print`.
@@ -322,10 +320,9 @@ class ScriptProcess:
                 self._selector.unregister(self._container.started)
             self._container.close()
         os.close(self._error_file)
-        if self._result is not None:
-            os.close(self._result)
-        if self._events:
-            self._events.close()
+        for end in (self._result, self._events):
+            if end is not None:
+                os.close(end)
 
 
 def _allow_tracing() -> Callable[[], object] | None:
