@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
-import shutil
-import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,8 @@ from distrib_launch.cli import launch
 from distrib_launch.rank_agent import container
 from distrib_launch.rank_agent.control_channel import Assignment
 from tests.conftest import Run, call
-from tests.support.container_base import write_base
+from tests.support.podman import BASE, podman
 
-IMAGE = "localhost/distrib-test-base"
-REQUIRED = os.environ.get("DISTRIB_TEST_CONTAINERS") == "required"
 SCRIPT = """
     import os, sys, time
     print(f"rank {os.environ['RANK']} sees {os.path.exists(sys.argv[1])}, as {os.getuid()}", flush=True)
@@ -95,55 +91,16 @@ def test_exit_codes_of_runtimes_name_signals(code):
     assert status == code if code <= 128 or code > 128 + 65 else status == 128 - code
 
 
-@pytest.fixture(scope="session")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A store of podman with the base image. Return the variables that select it."""
-    if (
-        not shutil.which("podman")
-        or not shutil.which("runc")
-        or os.geteuid() != 0
-        or not Path("/var/lib/dpkg/status").exists()
-    ):
-        why = "needs root, Debian, podman and runc"
-        pytest.fail(why) if REQUIRED else pytest.skip(why)
-    folder = tmp_path_factory.mktemp("podman")
-    (folder / "storage.conf").write_text(
-        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
-    )
-    (folder / "containers.conf").write_text('[engine]\nruntime = "runc"\n')
-    chosen = {
-        "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"), "CONTAINERS_CONF": str(folder / "containers.conf"),
-    }  # fmt: skip
-    environ = {**os.environ, **chosen}
-    write_base(folder / "base.tar")
-    subprocess.run(["podman", "import", "-q", folder / "base.tar", IMAGE], check=True, env=environ)
-    yield chosen
-    subprocess.run(["podman", "rmi", "--all", "--force"], check=True, env=environ, capture_output=True)
-    subprocess.run(["umount", "-q", folder / "graph/overlay"], check=False)
-
-
 @pytest.fixture
-def in_container(podman: dict[str, str], launch: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
+def in_container(podman_store: dict[str, str], launch: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
     """Launch the script in containers; fail if one of them is left."""
 
     def run(what: str, *options: str, ranks: int = 2) -> Run:
         (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-        words = ["--container", IMAGE, *options, "-np", str(ranks), "train.py", __file__, what]
-        done = launch(*words, env=podman)
-        left = subprocess.run(
-            [
-                "podman",
-                "ps",
-                "--all",
-                "--quiet",
-                "--filter",
-                f"volume={tmp_path}",
-            ],  # not those of tests beside this one
-            env={**os.environ, **podman},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        words = ["--container", BASE, *options, "-np", str(ranks), "train.py", __file__, what]
+        done = launch(*words, env=podman_store)
+        # Those of tests beside this one are not its own.
+        left = podman(podman_store, "ps", "--all", "--quiet", "--filter", f"volume={tmp_path}")
         assert not left.stdout
         return done
 
@@ -169,8 +126,10 @@ def test_a_mounted_path_is_there_and_a_stopped_job_leaves_no_container(in_contai
     assert "rank 0 sees True" in run.out
 
 
-def test_a_missing_image_is_refused_before_the_start(launch, podman, tmp_path):
+def test_a_missing_image_is_refused_before_the_start(launch, podman_store, tmp_path):
     (tmp_path / "train.py").write_text("")
-    run = launch("--container", "localhost/none", "--container-runtime", "podman", "-np", "1", "train.py", env=podman)
+    run = launch(
+        "--container", "localhost/none", "--container-runtime", "podman", "-np", "1", "train.py", env=podman_store
+    )
     assert run.code == 3, run
     assert "localhost: script: cannot start its container: podman has no image localhost/none" in run.err

@@ -44,19 +44,15 @@ def installed_closure(status: str, wanted: tuple[str, ...] = WANTED) -> dict[str
 def write_base(archive: Path) -> None:
     """Write the files of the packages as a tar archive, the root file system of an image.
 
+    It has no sources of packages, so that apt-get in a build needs no network.
+
     Args:
         archive: File to write.
     """
     packages = installed_closure(STATUS.read_text())
     listed = subprocess.run(["dpkg-query", "-L", *packages], capture_output=True, text=True, check=True).stdout
     paths = {path for path in map(Path, listed.splitlines()) if path.is_absolute()}
-    for extra in (
-        "/etc/passwd",
-        "/etc/group",
-        "/etc/ssl",
-        "/etc/alternatives",
-        "/var/lib/dpkg/alternatives",
-    ):
+    for extra in ("/etc/passwd", "/etc/group", "/etc/ssl", "/etc/alternatives", "/var/lib/dpkg/alternatives"):
         paths |= {Path(extra), *Path(extra).rglob("*")}
     paths |= set(Path("/lib/x86_64-linux-gnu").glob("ld-*")) | {
         Path(path) for path in ("/bin", "/sbin", "/lib", "/lib64")
