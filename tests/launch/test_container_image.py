@@ -10,8 +10,12 @@ import subprocess
 import textwrap
 from importlib import metadata
 
+import pytest
+
 import distrib
 from tests.support.podman import IMAGE, ROOT, has_netavark, podman, skip_or_fail
+
+pytestmark = pytest.mark.processes
 
 WHERE = """
     import mpi4py
