@@ -119,7 +119,7 @@ def run(kind: Kind, rank: int, folder: Path) -> Outcome:
         failure = json.loads(found.read_text())["first_failure"] or {} if found.exists() else {}
     host = cluster.hosts[rank // SLOTS]
     culprit = failure.get("host") == host and (kind.names_host or failure.get("rank") == rank)
-    said = next((when for when, line in lines if "distrib-launch: error: " in line), lines[-1][0])
+    said = next((when for when, line in lines if when > begun and host in line), lines[-1][0])
     return Outcome(
         code == kind.exit_code, culprit, said - begun, sum(len(p) for h, p in left.items() if h not in skipped),
         f"rank {rank}, exit code {code}: " + failure.get("message", "no failure"),

@@ -90,6 +90,7 @@ def test_a_lost_host_is_named_and_nothing_is_left(make_cluster, launch, tmp_path
     cluster.lose("n3")
     _, err = process.communicate(timeout=50)
     assert process.returncode == 1, err
+    assert err.index("host n3 was lost") < err.index("stopping") < err.index("error: host n3"), err
     failure = json.loads((tmp_path / "run/result.json").read_text())["first_failure"]
     assert failure["host"] == "n3"
     assert "host n3 was lost" in failure["message"] and failure["code"] == "host-lost"

@@ -51,9 +51,10 @@ def test_a_host_that_became_slow_is_found_and_strict_says_so(make_cluster, probe
     done = probe(cluster, "--quick", "--strict", "--json", "--baseline", earlier)
     assert done.returncode == 1, done
     output = json.loads(done.stdout)
-    worse = [finding for finding in output["findings"] if finding["kind"] == "worse_than_baseline"]
+    found = [finding for finding in output["findings"] if finding["severity"] != "note"]  # a busy CPU adds to latencies
+    worse = [finding for finding in found if finding["kind"] == "worse_than_baseline"]
     assert worse and all("n3" in finding["hosts"] for finding in worse), done
-    (slow,) = [finding for finding in output["findings"] if finding not in worse]
+    (slow,) = [finding for finding in found if finding not in worse]
     assert (slow["kind"], slow["severity"], slow["hosts"]) == ("slow_host", "error", ["n3"])
     assert slow["ratio"] == pytest.approx(0.5, abs=0.05)
     assert output["whole"] is True

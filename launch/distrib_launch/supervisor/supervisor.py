@@ -225,6 +225,8 @@ class Supervisor:
                     hint="check that it is up, or start without it: --drop-bad-hosts",
                     code="host-lost",
                 )
+            if self.job.plan.mode != "async" and not self.job.stopping:
+                self.job.console.say(f"host {host} was lost: {why}; stopping the other ranks")
             for state in self.job.ranks:
                 if state.plan.host == host and (not state.exit or state.restart_at) and state.channel:
                     self.connections.disconnect_rank(state, why, "silence")
