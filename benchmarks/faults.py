@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -118,8 +119,9 @@ def run(kind: Kind, rank: int, folder: Path) -> Outcome:
         found = run_dir / "result.json"
         failure = json.loads(found.read_text())["first_failure"] or {} if found.exists() else {}
     host = cluster.hosts[rank // SLOTS]
+    message = re.compile(rf"distrib-launch: .*\b{host}\b")
+    said = next((when for when, line in lines if when > begun and message.match(line)), lines[-1][0])
     culprit = failure.get("host") == host and (kind.names_host or failure.get("rank") == rank)
-    said = next((when for when, line in lines if when > begun and host in line), lines[-1][0])
     return Outcome(
         code == kind.exit_code, culprit, said - begun, sum(len(p) for h, p in left.items() if h not in skipped),
         f"rank {rank}, exit code {code}: " + failure.get("message", "no failure"),
