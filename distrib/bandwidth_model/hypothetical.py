@@ -29,6 +29,7 @@ REFERENCE_NETWORKS = {
 """Compute networks of DGX-1, DGX A100, DGX H100, DGX H200 and DGX B200, by the beginning of the GPU's name (NVIDIA's user guides)."""
 
 _KIND = re.compile(r"(roce|infiniband|ib|ethernet)(?:v2)?(?:[ -]+|(?=[0-9])|$)", re.IGNORECASE)
+_KIND_LAST = re.compile(r" +(roce|infiniband|ib|ethernet)(?:v2)?$", re.IGNORECASE)
 
 _AMBIGUOUS = re.compile(r"[0-9.]+ *([kMGT]?(bit|b|B)([/p]s)?)?$")
 
@@ -93,16 +94,16 @@ def _nic(name: str, gpudirect: bool | None) -> Nic:
         raise ValueError("reductions in switches (SHARP) are not modelled")
     if named := find_named_network(rate):
         return _nics(named.device, count if rate != name else named.nics, named.rate, named.kind, gpudirect)
-    given = _KIND.match(rate)
+    given = _KIND.match(rate) or _KIND_LAST.search(rate)
     kind = None
     if given:
         kind = {"roce": "RoCE", "ethernet": "Ethernet"}.get(given[1].lower(), "InfiniBand")
-        rate = rate[given.end() :]
+        rate = rate[: given.start()] + rate[given.end() :]
     if not rate:
         raise ValueError("the rate is missing")
     rate = re.sub(r"(?<=[0-9])( ?)gbe$", r"\1GbE", rate, flags=re.IGNORECASE)
-    if re.fullmatch(r"[0-9.]+", rate) and kind:
-        rate += "Gb/s"
+    if re.fullmatch(r"[0-9.]+G?", rate) and kind:
+        rate = rate.removesuffix("G") + "Gb/s"
     if _AMBIGUOUS.match(rate) and not kind:
         raise ValueError(f"{rate!r} is ambiguous")
     return _nics("nic", count, rate, kind, gpudirect)

@@ -41,7 +41,7 @@ class MemoryChange(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one rank holds on its device in a training step.
 
-    The parts do not add up to the peak, because gradients replace activations during backward.
+    The parts may add up to more than the peak, because gradients replace activations during backward.
     """
 
     parameter_bytes: int
@@ -72,13 +72,15 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parts(self) -> dict[str, int]:
         """The parts by name, in bytes."""
-        return {
+        parts = {
             "parameters": self.parameter_bytes,
             "gradients": self.gradient_bytes,
             "optimizer state": self.optimizer_bytes,
             **({"gathered blocks": self.gathered_bytes} if self.gathered_bytes else {"buckets": self.bucket_bytes}),
             "activations": self.activation_bytes,
         }
+        temporary = self.peak_bytes - sum(parts.values())
+        return parts | {"temporary tensors": temporary} if temporary > 0 else parts
 
     @property
     def verdict(self) -> str:
@@ -87,8 +89,10 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
         if self.device_bytes is None:
             return peak
         device = f" ({self.device})" if self.device else ""
-        verdict = "fits" if self.fits else "does not fit"
-        return f"{peak}, of {size_text(self.device_bytes)}{device}: it {verdict}"
+        verdict = "it fits" if self.fits else "it does not fit"
+        if self.fits is False and self.peak_bytes <= self.device_bytes:
+            verdict += f", as {USABLE_FRACTION:.0%} are usable"
+        return f"{peak}, of {size_text(self.device_bytes)}{device}: {verdict}"
 
     @property
     def advice(self) -> str:

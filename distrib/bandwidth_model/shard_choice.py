@@ -55,9 +55,11 @@ def explain_choices(choices: Sequence[ShardChoice]) -> tuple[str, ...]:
         run = list(members)
         first, last = run[0].chosen.hosts, run[-1].chosen.hosts
         hosts = f"{first} to {last} hosts" if last > first else f"{first} host{'' if first == 1 else 's'}"
-        why = "the smallest, but none of them fits" if fits is False else "the fastest that fits"
         unfit = [each.strategy.shard for each in run[-1].candidates if each.fits_memory is False]
         named = " and ".join(filter(None, (", ".join(unfit[:-1]), *unfit[-1:])))
-        left = f"; {named} {'do' if len(unfit) > 1 else 'does'} not fit" if unfit and fits is not False else ""
-        lines.append(f"--shard auto: {NAMES[shard]} on {hosts}, {why}{left}")
+        if fits is False:
+            lines.append(f"--shard auto: no sharding fits on {hosts}; shown is {NAMES[shard]}, which needs the least memory")
+            continue
+        left = f"; {named} {'do' if len(unfit) > 1 else 'does'} not fit" if unfit else ""
+        lines.append(f"--shard auto: {NAMES[shard]} on {hosts}, the fastest that fits{left}")
     return tuple(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,7 +84,10 @@ def test_each_change_is_tried_alone_first_and_then_all_together():
 def test_a_catalogued_network_on_a_gpu_names_changes_or_sharding():
     large = catalog_memory(catalog_workload("VGG-16", "K80", 256), ranks=2, device_bytes=12 * 10**9)
     assert large.fits is False and "batches of 128 with --accumulate 2" in large.advice
-    assert "does not fit" in str(large) and "activations" in str(large)
+    assert "does not fit" in str(large) and "activations" in str(large) and "usable" not in str(large)
+    almost = msgspec.structs.replace(large, device_bytes=int(1.02 * large.peak_bytes))
+    assert almost.fits is False and "does not fit, as 95% are usable" in almost.verdict
+    assert sum(large.parts.values()) >= large.peak_bytes
     huge = catalog_memory(catalog_workload("GPT-2-XL", "V100"), ranks=2, device_bytes=16 * 10**9)
     assert huge.changes == () and "shard" in huge.advice
     small = catalog_memory(catalog_workload("ResNet-50", "A100"), ranks=1, device_bytes=80 * 10**9)

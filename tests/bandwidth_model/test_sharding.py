@@ -209,7 +209,7 @@ def test_auto_says_that_nothing_fits():
     workload = catalog_workload("Llama-3-405B", "H100")
     fabric = fabric_of(workload, 2)
     choice = choose_shard(lambda strategy: predict_on_fabric(fabric, workload, strategy), Strategy())
-    assert choice.chosen.strategy.shard == "all" and "none of them fits" in explain_choices([choice])[0]
+    assert choice.chosen.strategy.shard == "all" and "no sharding fits on 2 hosts" in explain_choices([choice])[0]
 
 
 def test_each_run_of_equal_choices_is_explained_once():

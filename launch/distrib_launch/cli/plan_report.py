@@ -33,7 +33,7 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
     fits = plan.memory is None or plan.memory.fits is not False
     paragraphs = [
         f"{work.name} on {work.device}: {_ranks(request)} a host, {count_text(work.batch, 'sample')}{tokens} a rank",
-        f"one rank alone takes {duration_text(work.compute_seconds + work.loader_seconds)} a step and has "
+        f"{_one_rank(plan)} takes {duration_text(plan.predictions[-1].compute_seconds)} a step and has "
         f"{size_text(work.gradient_bytes)} of gradients",
         *plan.assumptions,
         *([] if fits else _memory(plan)),
@@ -52,6 +52,12 @@ def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
     )
     report += _wrapped(f"compute: {work.source}")
     return report + [line for note in plan.notes for line in _wrapped(f"note: {note}")]
+
+
+def _one_rank(plan: ScalingPlan) -> str:
+    """Name the rank that efficiency is relative to."""
+    is_sharded = plan.predictions[-1].strategy.shard != "none"
+    return "with its shard of the optimizer, one rank alone" if is_sharded else "one rank alone"
 
 
 def _width() -> int:

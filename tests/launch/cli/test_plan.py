@@ -458,6 +458,8 @@ def test_options_that_cannot_be_are_named_in_one_line(words, says):
         ("RoCE 100", "RoCE 100Gb/s"),
         ("100gbe", "100GbE"),
         ("2 x IB NDR", "2 x NDR"),
+        ("2x400G InfiniBand", "2 x NDR"),
+        ("100 Gb/s RoCE", "RoCE 100Gb/s"),
     ],
 )
 def test_networks_by_kind_and_rate(said, same):
@@ -711,6 +713,7 @@ def test_a_sharded_transformer_on_a_thousand_gpus():
     out = " ".join(done.stdout.split())
     assert done.returncode == 0 and "tokens/s" in out and "it fits" in out, done.stderr
     assert "--shard auto: all (FSDP" in out and "none, grads and host do not fit" in out
+    assert "its shard of the optimizer" in out  # efficiency is relative to the step in this line
     assert "network 8 x NDR: " in out and "no --network: " in out
     told = planned("--workload", "llama-3-70b", "--gpu", "H100", "--nodes", "16,128", "--shard", "auto")
     assert [each["strategy"]["shard"] for each in told["predictions"]] == ["all", "all"]
