@@ -58,7 +58,9 @@ def explain_choices(choices: Sequence[ShardChoice]) -> tuple[str, ...]:
         unfit = [each.strategy.shard for each in run[-1].candidates if each.fits_memory is False]
         named = " and ".join(filter(None, (", ".join(unfit[:-1]), *unfit[-1:])))
         if fits is False:
-            lines.append(f"--shard auto: no sharding fits on {hosts}; shown is {NAMES[shard]}, which needs the least memory")
+            lines.append(
+                f"--shard auto: no sharding fits on {hosts}; shown is {NAMES[shard]}, which needs the least memory"
+            )
             continue
         left = f"; {named} {'do' if len(unfit) > 1 else 'does'} not fit" if unfit else ""
         lines.append(f"--shard auto: {NAMES[shard]} on {hosts}, the fastest that fits{left}")
