@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -235,7 +236,8 @@ def _workload_errors(workload: Workload) -> Iterator[tuple[str, str]]:
         if value is not None and not 0 <= value < math.inf:
             yield f"$.{field}", f"{value}, expected a finite number of 0 or more"
         elif value is not None and value > most:
-            yield f"$.{field}", f"{value:g}, expected {most:g} at most"
+            shown = value if value <= sys.float_info.max else math.inf  # integers have no upper bound
+            yield f"$.{field}", f"{shown:g}, expected {most:g} at most"
     for field in ("name", "device"):
         if not (text := getattr(workload, field)).strip() or not text.isprintable():
             yield f"$.{field}", f"{text[:60]!r}, expected a printable name"

@@ -188,6 +188,11 @@ def test_a_broken_profile_is_refused_with_the_path(tmp_path, path, value, says):
         read_workload(tmp_path / "p.json")
 
 
+def test_an_integer_beyond_all_floats_of_a_measured_profile_is_refused():
+    with pytest.raises(ConfigError, match=r"\$\.sample_tokens: inf, expected .* at most"):
+        validate_workload(profile(sample_tokens=10**400), "profile of rank 0")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

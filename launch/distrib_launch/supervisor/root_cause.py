@@ -307,7 +307,7 @@ def failure_report(failure: Failure, exits: Sequence[RankExit], *, started: floa
     """
     by_itself = "" if failure.names_its_place else f"{failed_part(failure)} failed first: "
     lines = [by_itself + failure.message]
-    if failure.rank is not None and (failure.signal or not failure.traceback):
+    if failure.rank is not None and failure.log and (failure.signal or not failure.traceback):
         for name, log in (("output", Path(failure.log).with_suffix(".out")), ("error output", Path(failure.log))):
             last = _last_lines(tail(log))
             if last and not failure.message.endswith(f"; last line: {''.join(last)}"):

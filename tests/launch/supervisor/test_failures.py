@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -222,6 +223,8 @@ def test_ranks_that_were_stopped_and_ended_well_have_not_finished(tmp_path):
     failure = root_cause.describe_failure(ending(1), [ending(1)], tmp_path / "1.err", "/py")
     report = root_cause.failure_report(failure, [ending(0, exit_code=0), ending(1), server], started=0.0)
     assert "rank 0: had finished" in report and "rank 2: was stopped" in report
+    of_no_log = msgspec.structs.replace(failure, log="")
+    assert root_cause.failure_report(of_no_log, [], started=0.0).startswith("rank 1")
 
 
 def test_the_earliest_failure_that_is_no_consequence_and_was_not_asked_for_is_first():
