@@ -217,7 +217,7 @@ def read_result(text: str) -> object:
     content, _, metrics = text.partition("\n")
     file_of(metrics, "metrics.jsonl")
     if re.search(
-        r"(_seconds|efficiency|per_second)\": (-|1e999)", content
+        r"(_seconds|efficiency|per_second)\": *(-|1e999)", content
     ):  # the launcher refuses such reports of ranks
         raise Refused
     plan, result = supervisor().job.plan, decode_json(binary(content), results.Result)

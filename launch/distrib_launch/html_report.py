@@ -85,7 +85,7 @@ def _attempts(result: Result) -> list[str]:
     rows = []
     for attempt in result.attempts:
         failure = attempt.first_failure
-        why = f"{failure.host}: {failure.message.splitlines()[0]}" if failure else ""
+        why = f"{failure.host}: {failure.headline}" if failure else ""
         rows.append(
             (attempt.folder, str(attempt.world_size), name_hosts(attempt.hosts), f"{attempt.seconds:.1f} s", why)
         )
@@ -132,7 +132,7 @@ def _metrics(path: Path) -> list[str]:
         with path.open(encoding="utf-8") as file:
             for line in file:
                 with contextlib.suppress(
-                    AttributeError, KeyError, OverflowError, RecursionError
+                    AttributeError, KeyError, OverflowError, RecursionError, TypeError
                 ):  # a script may write anything
                     for name, value in json.loads(line)["metrics"].items():
                         if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -97,6 +97,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """Return True if the message names the ranks or the host."""
         return self.code in ("hang", "host-lost")
 
+    @property
+    def headline(self) -> str:
+        """First line of the message."""
+        return self.message.partition("\n")[0]
+
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Start of a job that failed and was followed by another."""

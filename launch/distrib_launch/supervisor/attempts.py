@@ -155,9 +155,7 @@ class AttemptLoop:
         """Add the warnings and restarts of a start to those of the job."""
         if self._earlier:
             failure = self._earlier[-1].first_failure
-            self._warnings.append(
-                f"restarted after {failure.host}: {failure.message.splitlines()[0]}" if failure else "restarted"
-            )
+            self._warnings.append(f"restarted after {failure.host}: {failure.headline}" if failure else "restarted")
         self._warnings += ended.result.warnings
         self._restarts += bool(self._earlier) + ended.result.restarts
         return ended

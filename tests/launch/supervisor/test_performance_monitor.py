@@ -6,6 +6,7 @@ import socket
 import time
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.step_timer import Meter, MeterSettings
 from distrib_launch import html_report, runner, status_lines
 from distrib_launch.arguments import launch_arguments
-from distrib_launch.results import Failure, ForecastRecord, RankResult, Result
+from distrib_launch.results import Attempt, Failure, ForecastRecord, RankResult, Result
 from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
 from tests.conftest import SCRIPTS
 
@@ -281,12 +282,15 @@ def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
         traceback="Traceback\n<x>",
         log="log",
     )
+    no_message = msgspec.structs.replace(failure, message="")
     rank = RankResult(rank=1, host="n2", local_rank=0, role="worker", device="cpu", exit_code=None, signal=9)
     result = Result(
         status="failed", exit_code=1, world_size=3, hosts=HOSTS, seconds=1.5, restarts=0, ranks=(rank,), first_failure=failure,
         warnings=("the wire & more",), predicted=FORETOLD, measured=measured,
+        attempts=(Attempt(world_size=3, hosts=HOSTS, seconds=1.0, first_failure=no_message, folder="attempt0"),),
     )  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text('{"metrics": {"n": 1%s}}\n' % ("0" * 400))  # too large for a float
+    metrics = '{"metrics": {"n": 1%s}}\ntrue\n' % ("0" * 400)  # too large for a float; no object
+    (tmp_path / "metrics.jsonl").write_text(metrics)
     html_report.write_report(plan, result, tmp_path, 0.0)
     (tmp_path / "metrics.jsonl").write_text('{"metrics": {"loss": 2.0, "name": "x"}}\n{"metrics": {"loss": 1.0}}\n')
     html_report.write_report(plan, result, tmp_path, 0.0)
