@@ -12,6 +12,7 @@ from distrib.cluster.hostfile import Host, HostList
 from distrib.cluster.node import Gpus, name_hosts
 from distrib.cluster.slurm import SOURCE as SLURM
 from distrib.errors import ConfigError
+from distrib.units import count_text
 from distrib_launch import host_selection
 from distrib_launch.host_selection import HostFilter, SelectedHost
 
@@ -110,7 +111,7 @@ def place_workers(
         notes += filter(None, [host_selection.mixed_gpu_note(types)])
     taken = {host.name for host in hosts}
     if idle := tuple(each.host for each in selected if each.host.name not in taken):
-        notes.append(f"-np {wanted} leaves {len(idle)} host(s) idle, {idle[0].name} the first of them")
+        notes.append(f"-np {wanted} leaves {count_text(len(idle), 'host')} idle, from {idle[0].name} on")
     gpus = {host.name: _usable_gpus(host, known[host.name]) for host in hosts}
     used = {host.name: host.ranks for host in hosts}
     spare = {each.host.name: left for each in selected if (left := each.slots - used.get(each.host.name, 0)) > 0}
