@@ -270,7 +270,8 @@ class Supervisor:
     def _retry(self, failed: EngineProcess, listener: ControlListener) -> None:
         self._retried = True
         failed.end(self._turn_once)
-        where = f" on {host}" if (host := self._runtime.lost_host(failed.output)) else ""
+        host = self._runtime.lost_host(failed.output)
+        where = f" on {host}" if host else ""
         self.job.warn(f"{self.job.plan.engine} could not start its daemon{where}; trying once more")
         failed.log.rename(self.job.run_dir / run_directory.FIRST_ENGINE_LOG)
         self._engine = self._start_engine(listener)
@@ -291,13 +292,14 @@ class Supervisor:
             return
         code = engine.exit_code() or 0
         causes = [e for e in self.tolerance.exits if e.failed and not e.stopped_by and not e.consequence]
-        named = self._runtime.lost_host(engine.output)
-        if job.plan.mode != "async" and code >= 0 and not named and causes:
-            return self._stop.begin(job.grace_seconds)  # the engine ended because of the failed rank
-        lost = named if named in job.hosts else ""
+        lost = self._runtime.lost_host(engine.output)
+        if job.plan.mode != "async" and code >= 0 and not lost and causes:
+            self._stop.begin(job.grace_seconds)  # the engine ended because of the failed rank
+            return
+        lost = lost if lost in job.hosts else ""
         what = _engine_end_text(job, code, lost)
-        kind = "host-lost" if lost else "engine-ended"
-        failure = self._outcome.failure_here(what, code=kind, log=str(engine.log), host=lost)
+        code_of_error = "host-lost" if lost else "engine-ended"
+        failure = self._outcome.failure_here(what, code=code_of_error, log=str(engine.log), host=lost)
         self._outcome.engine_failure = failure
         if job.plan.mode == "async":
             job.warn(f"{failure.message}; mode async continues without it")
