@@ -21,6 +21,7 @@ from distrib_launch.rank_agent import affinity, reaper
 DETACH_OPTION = "--detach"
 FOLDER_OPTION = "--folder"
 POLL_SECONDS = 0.005
+DAEMON_END_SECONDS = 2.0
 
 SHELL_SCRIPT = """
 d="/tmp/distrib-$0.$PPID"
@@ -154,6 +155,9 @@ def end_engine_daemon() -> None:
             parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
         if parent > 1:
             os.kill(parent, signal.SIGKILL)
+            deadline = time.monotonic() + DAEMON_END_SECONDS
+            while Path(f"/proc/{parent}").exists() and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)  # until then its threads may still write to its folder
             folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
             if folder.name == f"prted.{parent}":
                 import shutil  # not at the top: the agent must start fast
