@@ -47,8 +47,10 @@ STEPS = Path(__file__).parent / "scripts" / "steps.py"
 RESULTS = Path(__file__).parent / "results" / "prediction.json.gz"
 SEED = 20261123
 THRESHOLD = 0.8
-FEW_RANKS = 4
-"""Limit of ranks on this machine's two cores, for comparison with a model of separate hosts."""
+CARRIED = 0.5
+"""Busy part of this machine's CPUs up to which they carry all hosts of a case. Beyond it, threads of one host often
+wait for those of another, which separate hosts would not.
+"""
 LONGEST_SECONDS = 1.0
 """Limit of communication time at the network rate; longer cases are not drawn."""
 
@@ -78,9 +80,9 @@ KINDS: dict[str, list[str]] = {
 REAL_KINDS = ("default", "bf16")
 """Kinds with an additional case that computes on the CPU, for two ranks: this machine has one core for each."""
 PASSES, STEPS_OF_A_PASS = 2, 5
-STEPS_TO_CUT, STEPS_TO_REBUILD, STEPS_TO_DRIFT = 24, 5, 10
-"""Warm-up steps until distrib has its bucket boundaries, DDP has rebuilt its buckets, and asynchronous ranks are no
-longer synchronized by their common start.
+STEPS_TO_CUT, STEPS_TO_REBUILD, STEPS_TO_DRIFT = 30, 5, 10
+"""Warm-up steps until distrib has compared bucket boundaries (3 steps, and 6 for each of up to four), DDP has rebuilt
+its buckets, and asynchronous ranks are no longer synchronized by their common start.
 """
 ENDING_STEPS = 3
 """Extra steps of each asynchronous rank, so that the first rank does not finish while the last is timed."""
@@ -178,7 +180,7 @@ def measure(shape: str, seed: int) -> dict[str, Any]:
     """Probe, profile and time every case of a shape."""
     hosts, slots = map(int, shape.split("x"))
     cases = {rate: cases_of(shape, rate, seed) for rate in SHAPES[shape]}
-    found: dict[str, Any] = {"seed": seed, "topologies": {}, "profiles": {}, "measured": {}}
+    found: dict[str, Any] = {"seed": seed, "topologies": {}, "profiles": {}, "measured": {}, "busy": {}}
     with Cluster(hosts, slots=slots) as cluster:
         for rate in cases:
             _shape_links(cluster, rate)
@@ -207,8 +209,9 @@ def _time(cluster: Cluster, shape: str, found: dict[str, Any]) -> None:
                 asked = [case for case in cases_of(shape, rate, found["seed"]) if case["kind"] == kind]
                 if not number:
                     job.ask([{**asked[0], "name": "warm", "steps": 1}])
-                for name, seconds in job.ask(asked).items():
-                    found["measured"].setdefault(name, []).append(seconds)
+                for name, result in job.ask(asked).items():
+                    found["measured"].setdefault(name, []).append(result["seconds"])
+                    found["busy"].setdefault(name, []).append(result["busy"])
         print(f"{shape} {kind} measured", flush=True)
 
 
@@ -263,7 +266,8 @@ def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
                     strategy = training_options.strategy_of(launch.parser().parse_args(words))
                     told = predict_step(topology, workload, strategy, hosts=hosts, ranks_per_host=slots)
                     row = _row(case, workload, told, found["measured"][case["name"]])
-                    rows.append({**row, "ranks": hosts * slots, "half": half_of(case["name"], seed)})
+                    busy = statistics.fmean(found["busy"][case["name"]])
+                    rows.append({**row, "busy": busy, "half": half_of(case["name"], seed)})
     return rows
 
 
@@ -285,21 +289,22 @@ def _row(case: dict[str, Any], workload: Workload, told: Prediction, passes: lis
 def table(rows: list[dict[str, Any]], each: bool) -> None:
     if each:
         head = f"{'case':28}{'half':>9}{'compute':>8}{'MB':>7}{'tensors':>8}{'backward':>9}"
-        print(f"{head}{'predicted':>10}{'measured':>10}{'error':>8}{'spread':>8}{'efficiency':>16}")
+        print(f"{head}{'predicted':>10}{'measured':>10}{'error':>8}{'spread':>8}{'busy':>6}{'efficiency':>16}")
         for row in sorted(rows, key=lambda row: -abs(row["error"])):
             print(
                 f"{row['name']:28}{row['half']:>9}{row['compute']:>8}{row['megabytes']:7.1f}{row['tensors']:8}"
                 f"{row['backward'] * 1e3:7.0f}ms{row['predicted']:9.4f}s{row['measured']:9.4f}s{row['error']:8.1%}"
-                f"{row['spread']:8.1%}{row['efficiency predicted']:8.1%}{row['efficiency']:8.1%}"
+                f"{row['spread']:8.1%}{row['busy']:6.0%}{row['efficiency predicted']:8.1%}{row['efficiency']:8.1%}"
                 + ("" if row["right"] else "  WRONG")
             )  # fmt: skip
     groups = [("all", rows)] + [(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS]
     groups += [(compute, [row for row in rows if row["compute"] == compute]) for compute in ("sleep", "cpu")]
-    few = [row for row in rows if row["ranks"] <= FEW_RANKS]
+    carried = [row for row in rows if row["busy"] <= CARRIED]
     groups += [
-        (f"up to {FEW_RANKS} ranks", few),
-        ("  of them exact", [row for row in few if row["kind"] in ("default", "flat")]),
-        ("more ranks", [row for row in rows if row["ranks"] > FEW_RANKS]),
+        (f"CPUs up to {CARRIED:.0%} busy", carried),
+        ("  of them exact", [row for row in carried if row["kind"] in ("default", "flat")]),
+        ("  of them held out", [row for row in carried if row["half"] == "held-out"]),
+        ("CPUs busier", [row for row in rows if row["busy"] > CARRIED]),
     ]
     groups += [(half, [row for row in rows if row["half"] == half]) for half in ("tune", "held-out")]
     print(

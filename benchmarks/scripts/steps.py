@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 from torch import nn
 
@@ -112,30 +113,41 @@ class Timed:
         self._job = job
         self._kept: dict[str, tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]] = {}
 
-    def steps(self, case: dict[str, Any]) -> list[float]:
-        """Return the seconds of each step after warm-up."""
+    def steps(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Return the seconds of each step after warm-up, and the part of the time in which this machine's CPUs were busy."""
         settling = case["settling"] if case["kind"] == "async" else WARM_STEPS
         if case["name"] not in self._kept:
             model, optimizer, x = build(case, alone=False)
             self._kept[case["name"]] = (*self._job.prepare(model, optimizer), x)
             settling = case["settling"]
         self._job.barrier()
+        for _ in range(settling):
+            step(*self._kept[case["name"]])
         taken = []
-        for _ in range(settling + case["steps"] + case["ending"]):
+        psutil.cpu_percent()  # the next call returns the mean since this one
+        for _ in range(case["steps"]):
             begun = time.perf_counter()
             step(*self._kept[case["name"]])
             taken.append(time.perf_counter() - begun)
+        busy = psutil.cpu_percent() / 100
+        for _ in range(case["ending"]):
+            step(*self._kept[case["name"]])
         self._job.barrier()
-        return taken[settling : settling + case["steps"]]
+        return {"seconds": taken, "busy": busy}
 
 
-def of_all(job: distrib.Job, own: dict[str, list[float]], answer: Path) -> dict[str, list[float]]:
-    """Return the mean time per step over all ranks: with servers, each rank has its own pace."""
+def of_all(job: distrib.Job, own: dict[str, dict[str, Any]], answer: Path) -> dict[str, dict[str, Any]]:
+    """Return the mean times over all ranks: with servers, each rank has its own pace."""
     answer.with_suffix(f".{job.rank}").write_text(json.dumps(own))
     job.barrier()
     ranks = [json.loads(answer.with_suffix(f".{rank}").read_text()) for rank in range(job.world_size)]
     return {
-        name: [statistics.harmonic_mean(taken) for taken in zip(*(rank[name] for rank in ranks), strict=True)]
+        name: {
+            "seconds": [
+                statistics.harmonic_mean(taken) for taken in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)
+            ],
+            "busy": statistics.fmean(rank[name]["busy"] for rank in ranks),
+        }
         for name in own
     }
 

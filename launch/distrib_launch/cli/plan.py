@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from distrib import units
 from distrib.bandwidth_model import planner, scaling_plot
@@ -18,6 +20,7 @@ from distrib_launch.cli import plan_report, plan_request
 from distrib_launch.cli.plan_workload import PRECISIONS
 from distrib_launch.console import tolerate_closed_pipe
 
+T = TypeVar("T")
 USAGE = "distrib-topo plan [options] --workload NAME|FILE"
 EXAMPLES = """\
   distrib-topo plan --workload train.profile.json -H cluster.txt
@@ -61,7 +64,7 @@ def add_options(plan: Parser) -> None:
                       "an hour, such as 100GbE=400,HDR=0.2/h"))  # fmt: skip
     what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the network for this (default: 90%%)"))  # fmt: skip
     described = plan.add_argument_group("a transformer by its size, in place of --workload")
-    described.add_argument("--params", type=_amount, metavar="N", help="assume a decoder of N parameters, such as 7B")
+    described.add_argument("--params", type=_type(parse_amount), metavar="N", help="assume a decoder of N parameters, such as 7B")
     described.add_argument("--layers", type=integer("layers"), metavar="N", help="assume N layers, such as 32")
     described.add_argument(
         "--hidden", type=integer("features"), metavar="N", help="assume N features of a token, such as 4096"
@@ -80,10 +83,10 @@ def add_options(plan: Parser) -> None:
     cost = plan.add_argument_group("time and cost")
     length = cost.add_mutually_exclusive_group()
     length.add_argument(
-        "--tokens", type=_amount, metavar="N", help=CommonHelp("report the time to train on N tokens, such as 300B")
+        "--tokens", type=_type(parse_amount), metavar="N", help=CommonHelp("report the time to train on N tokens, such as 300B")
     )
     length.add_argument(
-        "--samples", type=_amount, metavar="N", help=CommonHelp("report the time to train on N samples, such as 90M")
+        "--samples", type=_type(parse_amount), metavar="N", help=CommonHelp("report the time to train on N samples, such as 90M")
     )
     cost.add_argument(
         "--gpu-hour",
@@ -91,7 +94,7 @@ def add_options(plan: Parser) -> None:
         metavar="PRICE",
         help=CommonHelp("report the cost at this price of a GPU-hour"),
     )
-    cost.add_argument("--host-price", type=_price, metavar="PRICE", help="add this price of each host, of a purchase such as 250000 (over "
+    cost.add_argument("--host-price", type=_type(parse_price), metavar="PRICE", help="add this price of each host, of a purchase such as 250000 (over "
                       f"{AMORTIZATION_YEARS} years), or of an hour such as 32/h")  # fmt: skip
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help=CommonHelp("print JSON: seconds, bytes, bytes per second"))
@@ -136,11 +139,16 @@ def _nodes(given: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _amount(given: str) -> float:
-    try:
-        return parse_amount(given)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _type(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a parser for argparse, which prints the text of an ArgumentTypeError only."""
+
+    def parsed(given: str) -> T:
+        try:
+            return parse(given)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
 def _positive(given: str) -> float:
@@ -153,18 +161,8 @@ def _positive(given: str) -> float:
     return price.amount
 
 
-def _price(given: str) -> Price:
-    try:
-        return parse_price(given)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _duration(given: str) -> float:
-    try:
-        seconds = units.parse_duration(given)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    seconds = _type(units.parse_duration)(given)
     if not 0 < seconds <= 1e5:
         raise argparse.ArgumentTypeError(f"{given!r} is not the time of a step; write such as 97ms")
     return seconds
