@@ -144,7 +144,8 @@ def of_all(job: distrib.Job, own: dict[str, dict[str, Any]], answer: Path) -> di
     return {
         name: {
             "seconds": [
-                statistics.harmonic_mean(taken) for taken in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)
+                statistics.harmonic_mean(taken)
+                for taken in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)
             ],
             "busy": statistics.fmean(rank[name]["busy"] for rank in ranks),
         }

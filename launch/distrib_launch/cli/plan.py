@@ -64,7 +64,9 @@ def add_options(plan: Parser) -> None:
                       "an hour, such as 100GbE=400,HDR=0.2/h"))  # fmt: skip
     what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help=CommonHelp("report the network for this (default: 90%%)"))  # fmt: skip
     described = plan.add_argument_group("a transformer by its size, in place of --workload")
-    described.add_argument("--params", type=_type(parse_amount), metavar="N", help="assume a decoder of N parameters, such as 7B")
+    described.add_argument(
+        "--params", type=_type(parse_amount), metavar="N", help="assume a decoder of N parameters, such as 7B"
+    )
     described.add_argument("--layers", type=integer("layers"), metavar="N", help="assume N layers, such as 32")
     described.add_argument(
         "--hidden", type=integer("features"), metavar="N", help="assume N features of a token, such as 4096"
@@ -83,10 +85,16 @@ def add_options(plan: Parser) -> None:
     cost = plan.add_argument_group("time and cost")
     length = cost.add_mutually_exclusive_group()
     length.add_argument(
-        "--tokens", type=_type(parse_amount), metavar="N", help=CommonHelp("report the time to train on N tokens, such as 300B")
+        "--tokens",
+        type=_type(parse_amount),
+        metavar="N",
+        help=CommonHelp("report the time to train on N tokens, such as 300B"),
     )
     length.add_argument(
-        "--samples", type=_type(parse_amount), metavar="N", help=CommonHelp("report the time to train on N samples, such as 90M")
+        "--samples",
+        type=_type(parse_amount),
+        metavar="N",
+        help=CommonHelp("report the time to train on N samples, such as 90M"),
     )
     cost.add_argument(
         "--gpu-hour",
