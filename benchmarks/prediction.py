@@ -45,7 +45,7 @@ from tests.virtual_cluster.virtual import parse_rate
 BIN = Path(sys.executable).parent
 STEPS = Path(__file__).parent / "scripts" / "steps.py"
 RESULTS = Path(__file__).parent / "results" / "prediction.json.gz"
-SEED = 20261123
+SEED = 20261129
 THRESHOLD = 0.8
 CARRIED = 0.5
 """Busy part of this machine's CPUs up to which they carry all hosts of a case. Beyond it, threads of one host often
@@ -308,7 +308,7 @@ def table(rows: list[dict[str, Any]], each: bool) -> None:
     ]
     groups += [(half, [row for row in rows if row["half"] == half]) for half in ("tune", "held-out")]
     print(
-        f"{'':20}{'cases':>6}{'MAE':>7}{'spread':>8}{'p95':>7}{'worst':>7}{'efficiency':>12}{'verdicts':>10}{'wrong by':>10}"
+        f"{'':20}{'cases':>6}{'mean':>7}{'median':>8}{'spread':>8}{'p95':>7}{'worst':>7}{'efficiency':>12}{'verdicts':>10}{'wrong by':>10}"
     )
     for name, part in groups:
         if not part:
@@ -317,7 +317,8 @@ def table(rows: list[dict[str, Any]], each: bool) -> None:
         points = [abs(row["efficiency"] - row["efficiency predicted"]) for row in part]
         wrong = [abs(row["efficiency"] - THRESHOLD) for row in part if not row["right"]]
         print(
-            f"{name:20}{len(part):6}{statistics.fmean(errors):7.1%}{statistics.fmean(row['spread'] for row in part):8.1%}"
+            f"{name:20}{len(part):6}{statistics.fmean(errors):7.1%}{statistics.median(errors):8.1%}"
+            f"{statistics.fmean(row['spread'] for row in part):8.1%}"
             f"{errors[min(len(errors) - 1, int(0.95 * len(errors)))]:7.1%}{errors[-1]:7.1%}"
             f"{statistics.fmean(points) * 100:8.1f} pts{sum(row['right'] for row in part) / len(part):10.1%}"
             f"{max(wrong, default=0) * 100:6.1f} pts"
