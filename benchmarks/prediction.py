@@ -1,6 +1,6 @@
 """Accuracy of the bandwidth model: predictions from a probe and a one-rank profile against measured steps.
 
-    python benchmarks/prediction.py measure [SHAPE ...] [--results FILE]    every case of these shapes; all in two hours
+    python benchmarks/prediction.py measure [SHAPE ...] [--results FILE]    every case of these shapes; all in 2.5 hours
     python benchmarks/prediction.py again [SHAPE ...] [--results FILE]      once more in new jobs, added to the results
     python benchmarks/prediction.py table [--half tune|held-out] [--each]   from the results so far
 

@@ -51,13 +51,13 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     def _seconds_beyond_latency(self, size_bytes: float) -> float:
         if not self.logs:
             return size_bytes / self.bandwidth_bytes_per_second
-        smallest, largest = (math.exp(log) for log, _, _ in (self.logs[0], self.logs[-1]))
-        if size_bytes <= smallest:
-            return (math.exp(self.logs[0][1]) - self.latency_seconds) * size_bytes / smallest
-        if size_bytes >= largest:
-            beyond = (size_bytes - largest) / self.bandwidth_bytes_per_second
-            return math.exp(self.logs[-1][1]) - self.latency_seconds + beyond
-        log = math.log(size_bytes)
+        (first_log, first, _), (last_log, last, _) = self.logs[0], self.logs[-1]
+        log = math.log(size_bytes) if size_bytes > 0 else -math.inf
+        if log <= first_log:
+            return (math.exp(first) - self.latency_seconds) * size_bytes / math.exp(first_log)
+        if log >= last_log:
+            beyond = (size_bytes - math.exp(last_log)) / self.bandwidth_bytes_per_second
+            return math.exp(last) - self.latency_seconds + beyond
         place = bisect.bisect_right(self.logs, log, key=lambda point: point[0])
         return math.exp(_cubic(self.logs[place - 1], self.logs[place], log)) - self.latency_seconds
 

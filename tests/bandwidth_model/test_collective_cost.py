@@ -53,6 +53,13 @@ def test_a_curve_is_straight_beyond_its_measurements():
     assert link_curve.measured_curve(points[:1] * 2) is None
 
 
+@pytest.mark.parametrize("exponent", range(1, 40))
+def test_a_curve_has_its_own_smallest_and_largest_size(exponent):
+    small, large = 2**exponent, 2 ** (exponent + 1)  # exp(log(4 MiB)) is above 4 MiB, exp(log(64 MiB)) below 64 MiB
+    curve = link_curve.measured_curve([Point(small, 1e-3), Point(large, 2e-3)])
+    assert [curve.seconds(small), curve.seconds(large)] == pytest.approx([1e-3, 2e-3])
+
+
 def test_a_message_slower_than_a_larger_one_takes_the_time_of_the_larger():
     curve = link_curve.measured_curve([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
     assert curve.seconds(1000) == curve.seconds(2000) == pytest.approx(0.001)
