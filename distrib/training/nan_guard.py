@@ -112,13 +112,14 @@ class NanGuard:
         if self._on_nan == "ignore":
             return True
         witnesses = self.forget()
-        by_parameter = {
-            parameter: _real_values(gradient)
+        pairs = [
+            (parameter, values)
             for parameter in optimizer_parameters(self._optimizer)
-            if (gradient := parameter.grad) is not None and (gradient.is_floating_point() or gradient.is_complex())
-        }
-        parameters = [parameter for parameter, values in by_parameter.items() if values.numel()]
-        gradients = [by_parameter[parameter] for parameter in parameters]
+            if (gradient := parameter.grad) is not None
+            and (gradient.is_floating_point() or gradient.is_complex())
+            and (values := _real_values(gradient)).numel()
+        ]
+        parameters, gradients = [parameter for parameter, _ in pairs], [values for _, values in pairs]
         if not gradients:
             return True
         may_be_late = gradients[0].is_cuda if self._late is None else self._late

@@ -68,6 +68,8 @@ class ChunkedParameters:
         elif self._on_cpu:
             self._arenas = self._arenas_by_server()
         self.buffers = self._create_buffers(self._arenas)
+        self._gradient_parts = [self._parts(c, b.gradient) for c, b in zip(self.chunks, self.buffers, strict=True)]
+        self._value_parts = [self._parts(c, b.value) for c, b in zip(self.chunks, self.buffers, strict=True)]
         self.chunks_of: dict[torch.Tensor, list[int]] = {parameter: [] for parameter in self.parameters}
         for chunk in self.chunks:
             for piece in chunk.pieces:
@@ -117,12 +119,21 @@ class ChunkedParameters:
         """
         return sorted({chunk for parameter in parameters for chunk in self.chunks_of.get(parameter, ())})
 
-    def _install(self, chunk: Chunk, value: torch.Tensor) -> None:
+    def _parts(self, chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the pieces of a chunk; a piece that is a whole parameter has its shape."""
+        parts = flat.split_with_sizes([piece.stop - piece.start for piece in chunk.pieces])
+        shapes = [self.parameters[piece.parameter].shape for piece in chunk.pieces]
+        return [
+            part.view(shape) if part.numel() == shape.numel() else part
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def _install(self, chunk: Chunk, values: Iterable[torch.Tensor]) -> None:
         targets, parts = [], []
-        for piece, part in zip(chunk.pieces, _split(chunk, value), strict=True):
+        for piece, part in zip(chunk.pieces, values, strict=True):
             data = self.parameters[piece.parameter].data
-            if data.is_contiguous():
-                targets.append(_part(data.view(-1), piece))
+            if part.numel() == data.numel() or data.is_contiguous():
+                targets.append(_part(data, piece))
                 parts.append(part)
             else:  # such as channels last
                 whole = data.reshape(-1)
@@ -135,9 +146,9 @@ class ChunkedParameters:
         parts = [self.parameters[p.parameter].data.reshape(-1)[p.start : p.stop] for p in chunk.pieces]
         return torch.cat([part.to("cpu", getattr(torch, chunk.kind)) for part in parts])
 
-    def _copy_gradient(self, chunk: Chunk, buffer: ChunkBuffer, *, empty: bool) -> None:
+    def _copy_gradient(self, chunk: Chunk, *, empty: bool) -> None:
         targets, parts = [], []
-        for piece, target in zip(chunk.pieces, _split(chunk, buffer.gradient), strict=True):
+        for piece, target in zip(chunk.pieces, self._gradient_parts[chunk.number], strict=True):
             gradient = self.parameters[piece.parameter].grad
             if gradient is None or empty:
                 if not self._on_cpu and target.is_pinned():
@@ -145,7 +156,7 @@ class ChunkedParameters:
                 target.zero_()
                 continue
             refuse_sparse(gradient)
-            part = _part(gradient.reshape(-1), piece)
+            part = _part(gradient, piece)
             if target.dtype is torch.float16 and part.dtype is not torch.float16:
                 # Larger values would become infinite after all checks for infinite gradients.
                 largest = torch.finfo(torch.float16).max
@@ -199,14 +210,9 @@ class ChunkedParameters:
         states.clear()
 
 
-def _split(chunk: Chunk, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of the pieces of a chunk."""
-    return buffer.split_with_sizes([piece.stop - piece.start for piece in chunk.pieces])
-
-
-def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a view of a piece of a flat parameter or gradient."""
-    return flat if piece.stop - piece.start == flat.numel() else flat[piece.start : piece.stop]
+def _part(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return a piece of a parameter or gradient: the tensor itself, or a flat part of it."""
+    return whole if piece.stop - piece.start == whole.numel() else whole.reshape(-1)[piece.start : piece.stop]
 
 
 def _server_dtype(name: str, parameter: torch.Tensor) -> str:

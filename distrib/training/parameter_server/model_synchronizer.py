@@ -137,10 +137,10 @@ class ModelSynchronizer:
 
     def _late_chunks(self, table: WorkerTable) -> list[int]:
         """Return the chunks of parameters that are used without their module. The record of modules that ran begins anew."""
-        owned = {parameter for module in self._called[table] for parameter in module.parameters(recurse=False)}
+        owned = {id(parameter) for module in self._called[table] for parameter in module.parameters(recurse=False)}
         self._called[table].clear()
         return sorted(
-            {chunk for parameter, chunks in table.chunks_of.items() if parameter not in owned for chunk in chunks}
+            {chunk for parameter, chunks in table.chunks_of.items() if id(parameter) not in owned for chunk in chunks}
         )
 
     def mark_outdated(self) -> None:
@@ -187,8 +187,8 @@ class ModelSynchronizer:
             self.refresh()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        present = {*module.parameters(recurse=False)}
-        if not present.issuperset(self._own_parameters[module]):
+        present = [*module.parameters(recurse=False)]
+        if not {*map(id, present)}.issuperset(map(id, self._own_parameters[module])):
             return  # torch.func.functional_call has replaced them by others, which were fetched before
         for called in self._called.values():
             called.add(module)

@@ -74,8 +74,9 @@ class ParameterChangeCheck:
     def __init__(self, parameters: Sequence[torch.Tensor], name: Callable[[torch.Tensor], str]) -> None:
         self._parameters, self._name = parameters, name
         # A script that swaps in averaged parameters for an evaluation changes all of them, so one small one shows it.
-        self._sample = sorted((p for p in parameters if 0 < p.numel() <= 4096), key=torch.numel)[-1:]
-        self._fingerprints: dict[torch.Tensor, torch.Tensor] = {}
+        sizes = [(parameter.numel(), number) for number, parameter in enumerate(parameters)]
+        self._sample = [number for size, number in sorted(sizes) if 0 < size <= 4096][-1:]
+        self._fingerprints: dict[int, torch.Tensor] = {}  # by number of the parameter
         self._steps = 0
         self._has_warned = False
 
@@ -88,17 +89,18 @@ class ParameterChangeCheck:
         self._steps += not first
         if not self._has_warned:
             # A check reads all parameters once, so it includes all of them seldom.
-            checked = self._parameters if first or self._steps in (1, 2, 10, 100, 1000) else self._sample
-            self._fingerprints = {parameter: _fingerprint(parameter.detach()) for parameter in checked}
+            checks_all = first or self._steps in (1, 2, 10, 100, 1000)
+            checked = range(len(self._parameters)) if checks_all else self._sample
+            self._fingerprints = {number: _fingerprint(self._parameters[number].detach()) for number in checked}
 
-    def check(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+    def check(self, numbers: Iterable[int] | None = None) -> None:
         """Warn if recorded parameters have changed, before the servers' values overwrite them.
 
         Args:
-            parameters: The parameters that are overwritten; None for all.
+            numbers: Numbers of the parameters that are overwritten; None for all.
         """
-        affected = [*self._fingerprints] if parameters is None else parameters
-        recorded = [(p, self._fingerprints.pop(p)) for p in affected if p in self._fingerprints]
+        affected = [*self._fingerprints] if numbers is None else numbers
+        recorded = [(self._parameters[n], self._fingerprints.pop(n)) for n in affected if n in self._fingerprints]
         changed = [parameter for parameter, before in recorded if _differs(before, parameter.detach())]
         if changed and not self._has_warned:
             self._has_warned = True

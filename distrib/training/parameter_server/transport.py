@@ -268,8 +268,8 @@ class Connection:
                         raise ConnectionResetError
                     self._got += got
                     left -= got
-                if self._got == len(target):
-                    self._complete()
+                if self._got == len(target) and self._complete():
+                    break  # so that replies are sent before the next frame is handled
         if self._handshake.proven:
             self._set_low_water()
 
@@ -281,7 +281,8 @@ class Connection:
             with contextlib.suppress(OSError):
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
 
-    def _complete(self) -> None:
+    def _complete(self) -> bool:
+        """Handle the header or the payload that has been received. Returns True if the frame is complete."""
         self._got = 0
         if self._frame is None:
             kind, *rest = HEADER.unpack(self._head)
@@ -297,12 +298,13 @@ class Connection:
                     raise ProtocolError
                 self._frame = frame
                 self._body = memoryview(bytearray(frame.length)) if body is None else body
-                return
+                return False
             self._on_frame(frame, b"")
-            return
+            return True
         frame, body = self._frame, self._body
         self._frame = self._body = None
         self._on_frame(frame, body)
+        return True
 
     def _shake_hands(self) -> None:
         data = self.sock.recv(self._handshake.missing_bytes)

@@ -122,7 +122,7 @@ class WorkerTable(ChunkedParameters):
             value = torch.frombuffer(payload, dtype=getattr(torch, chunk.kind))
             buffer.value.copy_(value)
             self._received.add(number)
-            self._install(chunk, value)
+            self._install(chunk, self._parts(chunk, value))
 
     def install_values(self, numbers: Iterable[int]) -> None:
         """Give the model the replies to its last pushes, as soon as they are there.
@@ -136,8 +136,8 @@ class WorkerTable(ChunkedParameters):
                 self.client.wait([buffer])
             if buffer.is_fresh:
                 buffer.is_fresh = False
-                self.changes.check(self.parameters[piece.parameter] for piece in self.chunks[number].pieces)
-                self._install(self.chunks[number], buffer.value)
+                self.changes.check(piece.parameter for piece in self.chunks[number].pieces)
+                self._install(self.chunks[number], self._value_parts[number])
 
     def wait(self) -> None:
         """Wait until all steps are answered. Pushes of the next step are answered after it is taken."""
@@ -261,7 +261,7 @@ class WorkerTable(ChunkedParameters):
         if number not in self._pushed:
             self.install_values([number])  # the reply to the last step, unless a forward pass has installed it
             self._pushed.add(number)
-        self._copy_gradient(chunk, buffer, empty=empty)
+        self._copy_gradient(chunk, empty=empty)
         ready = _wait_for_copy(self.parameters[chunk.pieces[0].parameter])
         self.client.push(buffer, self.step + 1, final=final, weight=0 if empty else 1, ready=ready)
 
