@@ -255,6 +255,16 @@ def test_any_order_of_events():
     )
 
 
+def test_a_gradient_that_a_later_one_replaced_at_the_server_is_rejected():
+    host = HostAggregator([0], {0})
+    assert isinstance(*host.push(0, 0, 1, "first", final=False), PushMean)
+    host.remove_member(0, keep_pending=True)
+    assert host.join(1) == (1, [])
+    assert isinstance(*host.push(1, 0, 2, "second", final=False), PushMean)
+    host.remove_member(1)
+    assert host.commit(0, 1, [0]) == [PushReply(chunk=0, worker=0, step=1, applied=False)]
+
+
 # -- workers over real sockets, in one process ------------------------------------------------------------------------
 
 
