@@ -20,7 +20,8 @@ def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     Returns:
         Each parameter once, in the order of the groups.
     """
-    return [*dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])]
+    # By identity, as a tensor's hash is a slow Python function.
+    return [*{id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}.values()]
 
 
 def trainable_parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from distrib.training.parameter_server.server_table import as_memoryview
 from distrib.training.parameter_server.transport import Outgoing
 
 
@@ -31,6 +33,16 @@ class ChunkBuffer:
     """Number of gradients that the server rejected because they came too late."""
     on_reply: Callable[[ChunkBuffer, bool], None] | None = None
     """Called with each reply, and True if the push was applied; None to wake the training thread."""
+
+    @functools.cached_property
+    def gradient_bytes(self) -> memoryview:
+        """The memory of `gradient`."""
+        return as_memoryview(self.gradient)
+
+    @functools.cached_property
+    def value_bytes(self) -> memoryview:
+        """The memory of `value`."""
+        return as_memoryview(self.value)
 
 
 @dataclass(eq=False)

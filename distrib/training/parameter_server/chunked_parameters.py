@@ -74,6 +74,8 @@ class ChunkedParameters:
         for chunk in self.chunks:
             for piece in chunk.pieces:
                 self.chunks_of[self.parameters[piece.parameter]].append(chunk.number)
+        self._is_divided = [len(self.chunks_of[parameter]) > 1 for parameter in self.parameters]
+        self._ids = {id(parameter) for parameter in self.parameters}  # a tensor's hash is a slow Python function
 
     def _create_buffers(self, arenas: Mapping[int, SharedArena]) -> list[ChunkBuffer]:
         return [
@@ -128,12 +130,16 @@ class ChunkedParameters:
             for part, shape in zip(parts, shapes, strict=True)
         ]
 
+    def _part(self, values: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return a piece of a parameter or its gradient: the tensor itself, or a flat part of it."""
+        return values.reshape(-1)[piece.start : piece.stop] if self._is_divided[piece.parameter] else values
+
     def _install(self, chunk: Chunk, values: Iterable[torch.Tensor]) -> None:
         targets, parts = [], []
         for piece, part in zip(chunk.pieces, values, strict=True):
             data = self.parameters[piece.parameter].data
-            if part.numel() == data.numel() or data.is_contiguous():
-                targets.append(_part(data, piece))
+            if not self._is_divided[piece.parameter] or data.is_contiguous():
+                targets.append(self._part(data, piece))
                 parts.append(part)
             else:  # such as channels last
                 whole = data.reshape(-1)
@@ -156,7 +162,7 @@ class ChunkedParameters:
                 target.zero_()
                 continue
             refuse_sparse(gradient)
-            part = _part(gradient, piece)
+            part = self._part(gradient, piece)
             if target.dtype is torch.float16 and part.dtype is not torch.float16:
                 # Larger values would become infinite after all checks for infinite gradients.
                 largest = torch.finfo(torch.float16).max
@@ -174,7 +180,7 @@ class ChunkedParameters:
         """
         self.client.check()
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-            if parameter in self.chunks_of:
+            if id(parameter) in self._ids:
                 if not parameter.requires_grad:
                     raise TrainingError(
                         f"{self.name_of(parameter)} was frozen after job.prepare: the optimizer on the servers would continue "
@@ -208,11 +214,6 @@ class ChunkedParameters:
         for future in futures:
             self.client.result(future)
         states.clear()
-
-
-def _part(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a piece of a parameter or gradient: the tensor itself, or a flat part of it."""
-    return whole if piece.stop - piece.start == whole.numel() else whole.reshape(-1)[piece.start : piece.stop]
 
 
 def _server_dtype(name: str, parameter: torch.Tensor) -> str:

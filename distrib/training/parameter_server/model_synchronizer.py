@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,14 @@ from distrib.training.checksums import element_sum
 from distrib.training.model_parameters import exclude_model, unwrap_model
 from distrib.training.parameter_server.module_hooks import UncopiedHook, exclude_hooks_from_copies
 from distrib.training.parameter_server.worker_table import WorkerTable
+
+
+class _OwnChunks(NamedTuple):
+    """The chunks of a module's own parameters, by table; None if some of the parameters are replaced."""
+
+    parameters: list[int]
+    """Identities of the parameters."""
+    chunks: dict[WorkerTable, list[int]] | None
 
 
 class ModelSynchronizer:
@@ -36,6 +44,11 @@ class ModelSynchronizer:
         self._hooked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._first_sums: dict[nn.Module, dict[str, torch.Tensor]] = {}  # of parameters at a model's first call
         self._called: dict[WorkerTable, set[nn.Module]] = {}  # modules that ran since a table's last step
+        # Kept from step to step, as loops over all parameters would take longer than a small update:
+        self._own_chunks: weakref.WeakKeyDictionary[nn.Module, _OwnChunks] = weakref.WeakKeyDictionary()
+        self._late: dict[
+            WorkerTable, tuple[set[nn.Module], list[int]]
+        ] = {}  # modules that ran, chunks of no such module
         self._root: nn.Module | None = None  # the module that is being saved or loaded
         self._inner: set[nn.Module] = set()  # the modules in it
 
@@ -48,6 +61,7 @@ class ModelSynchronizer:
             model: The model, perhaps prepared before.
         """
         self.models = [*exclude_model(self.models, model), model]
+        self._forget_chunks()
         if model not in self._hooked_models:
             self._hooked_models.add(model)
             model.register_forward_pre_hook(self._hook(model, self._before_model))
@@ -101,6 +115,7 @@ class ModelSynchronizer:
                     code="parameter-in-two-optimizers",
                 )
             self.owners[parameter] = table, chunks
+        self._forget_chunks()
 
     def remove_table(self, table: WorkerTable) -> None:
         """Remove a table that is not trained any more.
@@ -114,6 +129,11 @@ class ModelSynchronizer:
             self._first_sums.pop(model, None)  # its training so far was no update of the script itself
         for parameter in table.chunks_of:
             del self.owners[parameter]
+        self._forget_chunks()
+
+    def _forget_chunks(self) -> None:
+        self._own_chunks.clear()
+        self._late.clear()
 
     def models_of(self, table: WorkerTable) -> list[nn.Module]:
         """Return the models with parameters in a table.
@@ -137,11 +157,12 @@ class ModelSynchronizer:
 
     def _late_chunks(self, table: WorkerTable) -> list[int]:
         """Return the chunks of parameters that are used without their module. The record of modules that ran begins anew."""
-        owned = {id(parameter) for module in self._called[table] for parameter in module.parameters(recurse=False)}
-        self._called[table].clear()
-        return sorted(
-            {chunk for parameter, chunks in table.chunks_of.items() if id(parameter) not in owned for chunk in chunks}
-        )
+        called, self._called[table] = self._called[table], set()
+        if table not in self._late or self._late[table][0] != called:
+            owned = {id(parameter) for module in called for parameter in module.parameters(recurse=False)}
+            late = {c for parameter, chunks in table.chunks_of.items() if id(parameter) not in owned for c in chunks}
+            self._late[table] = called, sorted(late)
+        return self._late[table][1]
 
     def mark_outdated(self) -> None:
         """Let the next `refresh` fetch all parameters, because other workers may have changed them."""
@@ -187,14 +208,26 @@ class ModelSynchronizer:
             self.refresh()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        present = [*module.parameters(recurse=False)]
-        if not {*map(id, present)}.issuperset(map(id, self._own_parameters[module])):
+        present = [*map(id, module._parameters.values())]  # `parameters()` hashes each
+        if (own := self._own_chunks.get(module)) is None or own.parameters != present:
+            own = self._own_chunks[module] = _OwnChunks(present, self._find_own_chunks(module))
+        if own.chunks is None:
             return  # torch.func.functional_call has replaced them by others, which were fetched before
         for called in self._called.values():
             called.add(module)
-        for parameter in present:
-            if (owner := self.owners.get(parameter)) is not None:
-                owner[0].install_values(owner[1])
+        for table, chunks in own.chunks.items():
+            table.install_values(chunks)
+
+    def _find_own_chunks(self, module: nn.Module) -> dict[WorkerTable, list[int]] | None:
+        """Return the chunks of a module's own parameters in their order; None if some of the parameters are replaced."""
+        present = [*module.parameters(recurse=False)]
+        if not {*map(id, present)}.issuperset(map(id, self._own_parameters[module])):
+            return None
+        found: dict[WorkerTable, list[int]] = {}
+        for table, chunks in filter(None, map(self.owners.get, present)):
+            known = found.setdefault(table, [])
+            known += [chunk for chunk in chunks if chunk not in known]
+        return found
 
     # torch calls the hooks of all modules inside the one that is saved or loaded; only those of the outermost count.
 

@@ -99,6 +99,8 @@ class ParameterChangeCheck:
         Args:
             numbers: Numbers of the parameters that are overwritten; None for all.
         """
+        if not self._fingerprints:
+            return
         affected = [*self._fingerprints] if numbers is None else numbers
         recorded = [(self._parameters[n], self._fingerprints.pop(n)) for n in affected if n in self._fingerprints]
         changed = [parameter for parameter, before in recorded if _differs(before, parameter.detach())]

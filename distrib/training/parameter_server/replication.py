@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 
 from distrib.training.parameter_server.membership import Membership
 from distrib.training.parameter_server.server_collectives import StoredResults
-from distrib.training.parameter_server.server_table import ServerTable
+from distrib.training.parameter_server.server_table import ServerTable, as_memoryview
 from distrib.training.parameter_server.transport import Connection, Frame, FrameFlag, FrameKind, encode
 from distrib.training.parameter_server.update_rules import ApplyUpdate, Effect
 
@@ -123,7 +124,7 @@ class ReplicationSource:
         self,
         table: ServerTable,
         entry: ApplyUpdate,
-        gradient: Any,
+        gradient: torch.Tensor | None,
         options: dict[str, Any],
         release: Callable[[], None] = lambda: None,
     ) -> None:
@@ -132,7 +133,7 @@ class ReplicationSource:
         Args:
             table: The table.
             entry: The update.
-            gradient: Bytes of the gradient that was applied; empty if none was.
+            gradient: The gradient that was applied; None if none was.
             options: Optimizer settings that it was applied with.
             release: Called when the gradient is not needed any more.
         """
@@ -142,7 +143,8 @@ class ReplicationSource:
         about = {"updates": [[update.worker, update.step] for update in entry.updates], "options": options}
         frame = Frame(FrameKind.LOG, FrameFlag.MORE, table.number, entry.chunk, entry.entry, entry.version)
         self.replica.send(frame, encode(about))
-        self.replica.send(frame._replace(flags=0), gradient, on_sent=release)
+        payload = b"" if gradient is None else as_memoryview(gradient)
+        self.replica.send(frame._replace(flags=0), payload, on_sent=release)
 
     def on_acknowledged(self, frame: Frame) -> None:
         """Send the replies that waited for an acknowledgement of the replica.

@@ -13,7 +13,6 @@ from typing import Any
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.chunk_buffers import InFlightPush
 from distrib.training.parameter_server.client_state import ClientState
-from distrib.training.parameter_server.server_table import as_memoryview
 from distrib.training.parameter_server.transport import (
     Connection,
     Frame,
@@ -140,7 +139,7 @@ class ServerLink:
             if push.scale != 1:  # a new connection: the server has lost the gradient, or knows that it has applied it
                 buffer.gradient.mul_(push.scale)
                 push.scale = 1.0
-            flags, payload = FrameFlag.FINAL if push.final else 0, as_memoryview(buffer.gradient)
+            flags, payload = FrameFlag.FINAL if push.final else 0, buffer.gradient_bytes
             if buffer.table in self._sharing:
                 flags, payload = flags | FrameFlag.SHARED, memoryview(b"")
             frame = Frame(FrameKind.PUSH, flags, buffer.table, buffer.chunk, push.step, buffer.version, push.weight)
@@ -175,7 +174,7 @@ class ServerLink:
     def _allocate(self, frame: Frame) -> memoryview | None:
         if frame.kind is FrameKind.VALUE:
             push = self.pushes.get((frame.table, frame.chunk))
-            return as_memoryview(push.buffer.value) if push and push.step == frame.step else None
+            return push.buffer.value_bytes if push and push.step == frame.step else None
         return None
 
     def _on_frame(self, frame: Frame, payload: Any) -> None:

@@ -135,9 +135,13 @@ class ChunkOptimizer:
     """Value and optimizer of one chunk; updates are in place."""
 
     def __init__(self, spec: OptimizerSpec, value: torch.Tensor, options: dict[str, Any]) -> None:
-        self.value = torch.nn.Parameter(value, requires_grad=True)
+        self.value = torch.nn.Parameter(value, requires_grad=False)
+        self.flat_value = value.view(-1)
+        """The same memory as `value`, without its shape."""
         self._spec, self.options = spec, options
         self._optimizer = self._create()
+        # Without torch's hooks and profiler, which take longer than the update of a small chunk.
+        self._step = inspect.unwrap(type(self._optimizer).step)
         self._momenta: dict[int, torch.Tensor] = {}
         self._common_momentum: torch.Tensor | None = None
 
@@ -161,7 +165,7 @@ class ChunkOptimizer:
         self._select_momentum(worker)
         self._optimizer.param_groups[0].update(_tuples({n: value for n, value in options.items() if n != WORKER}))
         self.value.grad = gradient
-        self._optimizer.step()
+        self._step(self._optimizer)
         self.value.grad = None
         if worker is not None:
             self._momenta[worker] = self._optimizer.state[self.value][MOMENTUM]

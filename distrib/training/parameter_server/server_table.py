@@ -85,7 +85,9 @@ def as_memoryview(tensor: torch.Tensor) -> memoryview:
     Args:
         tensor: A contiguous tensor in host memory.
     """
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy lacks the annotation before Python 3.12
+    if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
+        tensor = tensor.view(-1).view(torch.uint8)
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # numpy lacks the annotation before Python 3.12
 
 
 class BufferPool:
@@ -137,6 +139,15 @@ class ServerTable:
     ) -> None:  # fmt: skip
         self.number, self.description, self.strategy = number, description, strategy
         self.chunks = {chunk.number: chunk for chunk in description.chunks() if chunk.server == server}
+        kinds = {number: chunk.kind for number, chunk in self.chunks.items()}
+        self._dtypes = {number: getattr(torch, kind) for number, kind in kinds.items()}
+        self._transfer_dtypes = {
+            number: transfer_dtype(description.transfer_format, kind) for number, kind in kinds.items()
+        }
+        self.transfer_bytes = {
+            number: chunk.elements * self._transfer_dtypes[number].itemsize for number, chunk in self.chunks.items()
+        }
+        """Size of each chunk as it is sent, in bytes."""
         self.controller = UpdateController(self.chunks, members, strategy.staleness)
         self.options: dict[int, list[dict[str, Any]]] = {}
         """Settings of the parameter groups that each worker sent last."""
@@ -144,6 +155,7 @@ class ServerTable:
         """Settings that any worker sent last."""
         self.staleness: Counter[int] = Counter()
         """Number of updates by their staleness."""
+        self._updates = self._total_staleness = 0
         self.optimizers: dict[int, ChunkOptimizer] = {}
         """Chunks that have a value, and their optimizers."""
         self._pool = pool
@@ -155,18 +167,6 @@ class ServerTable:
     def is_set(self) -> bool:
         """True if every chunk has its first value."""
         return len(self.optimizers) == len(self.chunks)
-
-    def _dtype(self, chunk: int) -> torch.dtype:
-        """Return the dtype in which a chunk is sent."""
-        return transfer_dtype(self.description.transfer_format, self.chunks[chunk].kind)
-
-    def transfer_bytes(self, chunk: int) -> int:
-        """Return the size of a chunk as it is sent, in bytes.
-
-        Args:
-            chunk: Number of the chunk.
-        """
-        return self.chunks[chunk].elements * self._dtype(chunk).itemsize
 
     def memory_bytes(self) -> int:
         """Return the memory that this server needs: values, data in flight, optimizer state and a gradient per pusher."""
@@ -196,12 +196,12 @@ class ServerTable:
             shape = like.shape if self.description.optimizer.whole else (at.elements,)
             self.optimizers[chunk] = ChunkOptimizer(
                 self.description.optimizer,
-                torch.empty(shape, dtype=getattr(torch, at.kind), device="cpu"),
+                torch.empty(shape, dtype=self._dtypes[chunk], device="cpu"),
                 self.description.options[at.group],
             )
         elif not replace:
             return
-        target = self.optimizers[chunk].value.data.view(-1)
+        target = self.value(chunk)
         target.copy_(torch.frombuffer(value, dtype=target.dtype))
         self._drop_cached(chunk)
 
@@ -211,7 +211,7 @@ class ServerTable:
         Args:
             chunk: Number of the chunk.
         """
-        return self.optimizers[chunk].value.data.view(-1)
+        return self.optimizers[chunk].flat_value
 
     def snapshot(self, chunk: int) -> memoryview:
         """Return the present value of a chunk as bytes that do not change; one copy per version while it is in use.
@@ -242,8 +242,8 @@ class ServerTable:
         Returns:
             The gradient, the settings, and the memory to give back after the update; None if there is none.
         """
-        at, shape = self.chunks[chunk], self.optimizers[chunk].value.shape
-        dtype, target = self._dtype(chunk), getattr(torch, at.kind)
+        at = self.chunks[chunk]
+        dtype, target = self._transfer_dtypes[chunk], self._dtypes[chunk]
         first = updates[0]
         result = first.gradient.view(dtype)
         memory = None if is_borrowed(first.gradient) else first.gradient
@@ -262,10 +262,14 @@ class ServerTable:
             result.mul_(first.scale)
         for update in updates:
             self.staleness[update.staleness] += 1
+            self._updates += 1
+            self._total_staleness += update.staleness
         options = (groups or list(self.description.options))[at.group]
         if len(updates) == 1:
             options = self._correct(chunk, result, first, options)
-        return result.view(shape), options, memory
+        if self.description.optimizer.whole:
+            result = result.view(self.optimizers[chunk].value.shape)
+        return result, options, memory
 
     def _correct(
         self, chunk: int, gradient: torch.Tensor, update: WeightedGradient, options: dict[str, Any]
@@ -276,16 +280,13 @@ class ServerTable:
             # Zheng et al. 2016 (arXiv:1609.08326), equation 10: the outer product of the gradient with itself, of which
             # only the diagonal is used, stands for the Hessian.
             gradient.addcmul_(gradient * gradient, self.value(chunk) - seen, value=strength)
-        mean = self._mean_staleness()
+        mean = self._total_staleness / self._updates
         if self.strategy.stale_rate:
             share = rate_share(self.description.optimizer.name, max(update.staleness, mean))
             options = {**options, "lr": options["lr"] * share}
         if self.strategy.momentum_correction and max(update.staleness, mean) > 0:
             options = with_own_momentum(self.description.optimizer, options, update.worker)
         return options
-
-    def _mean_staleness(self) -> float:
-        return sum(n * count for n, count in self.staleness.items()) / max(1, self.staleness.total())
 
     # -- values for workers -------------------------------------------------------------------------------------------
 
@@ -303,8 +304,8 @@ class ServerTable:
         published = self._published.get(chunk)
         if published is None or published.version != version:
             self._drop_cached(chunk)
-            memory = self._pool.take(self.transfer_bytes(chunk))
-            memory.view(self._dtype(chunk)).copy_(self.value(chunk))
+            memory = self._pool.take(self.transfer_bytes[chunk])
+            memory.view(self._transfer_dtypes[chunk]).copy_(self.value(chunk))
             published = self._published[chunk] = _Published(version, memory)
         published.users += 1
         self._record_sent(chunk, worker)
@@ -324,7 +325,7 @@ class ServerTable:
             worker: The worker or push id, for delay compensation.
             memory: The memory.
         """
-        memory.view(self._dtype(chunk)).copy_(self.value(chunk))
+        memory.view(self._transfer_dtypes[chunk]).copy_(self.value(chunk))
         self._record_sent(chunk, worker)
 
     def _record_sent(self, chunk: int, worker: int) -> None:

@@ -13,7 +13,7 @@ from distrib.errors import DistribError
 from distrib.training.parameter_server.membership import Membership
 from distrib.training.parameter_server.replication import ReplicationSource
 from distrib.training.parameter_server.server_collectives import AllGatherRounds
-from distrib.training.parameter_server.server_table import BufferPool, ServerTable, as_memoryview
+from distrib.training.parameter_server.server_table import BufferPool, ServerTable
 from distrib.training.parameter_server.shared_memory import MappedArena
 from distrib.training.parameter_server.transport import (
     Connection,
@@ -66,7 +66,7 @@ class TableRequests:
             DistribError: The table has no such chunk, or its size differs.
         """
         table = self._tables.get(frame.table)
-        if table is None or frame.chunk not in table.chunks or frame.length != table.transfer_bytes(frame.chunk):
+        if table is None or frame.chunk not in table.chunks or frame.length != table.transfer_bytes[frame.chunk]:
             raise DistribError(
                 f"unexpected gradient of {frame.length} bytes for chunk {frame.chunk} of table {frame.table}"
             )
@@ -109,14 +109,14 @@ class TableRequests:
             if isinstance(effect, ApplyUpdate) and not any(update.weight for update in effect.updates):
                 for update in effect.updates:  # all workers have left out this step: it counts, and changes nothing
                     self._pool.give_back(update.gradient)
-                self._replication.log(table, effect, b"", {})
+                self._replication.log(table, effect, None, {})
             elif isinstance(effect, ApplyUpdate):
                 push_id = effect.updates[0].worker
                 options = table.options.get(self._pushers.get(push_id, push_id))
                 gradient, options_used, memory = table.effective_update(effect.chunk, effect.updates, options)
                 table.optimizers[effect.chunk].apply(gradient, options_used)
                 release = functools.partial(self._pool.give_back, memory)
-                self._replication.log(table, effect, as_memoryview(gradient), options_used, release)
+                self._replication.log(table, effect, gradient, options_used, release)
             elif isinstance(effect, PushReply):
                 worker = self._pushers.get(effect.worker, effect.worker)
                 if connection := self._membership.connections.get(worker):
@@ -182,9 +182,8 @@ class TableRequests:
             self._membership.send(worker, reply, table.snapshot(chunk), priority=chunk)
 
     def _share_memory(self, table: ServerTable, worker: int, frame: Frame, payload: Any) -> None:
-        sizes = {chunk: table.transfer_bytes(chunk) for chunk in table.chunks}
         with contextlib.suppress(OSError, KeyError, ValueError):
-            self._memory[worker, table.number] = MappedArena(decode(payload), sizes)
+            self._memory[worker, table.number] = MappedArena(decode(payload), table.transfer_bytes)
         self._membership.reply(worker, frame, encode((worker, table.number) in self._memory))
 
     def _set_options(self, table: ServerTable, worker: int, frame: Frame, payload: Any) -> None:

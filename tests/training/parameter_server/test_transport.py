@@ -234,12 +234,12 @@ def test_the_loop_wakes_up_when_much_of_a_payload_has_arrived(loop):
         assert comes_true(lambda: end.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == expected)
 
     with sock:
-        sock.sendall(HEADER.pack(FrameKind.PUSH, 0, 0, 0, 0, 0, 1, 300 << 10))
-        low_water(128 << 10)
-        sock.sendall(bytes(200 << 10))
+        sock.sendall(HEADER.pack(FrameKind.PUSH, 0, 0, 0, 0, 0, 1, 900 << 10))
+        low_water(512 << 10)
+        sock.sendall(bytes(800 << 10))
         low_water(100 << 10)
         sock.sendall(bytes(100 << 10))
-        assert len(end.next()[1]) == 300 << 10
+        assert len(end.next()[1]) == 900 << 10
         low_water(1)
 
 
