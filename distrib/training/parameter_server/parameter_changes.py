@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,23 +16,33 @@ FACTOR_TOLERANCE = 1e-5
 """Relative difference of sums and norms in single precision up to which gradients were multiplied by the same factor."""
 
 
+class _PushedGradient(NamedTuple):
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    version: int
+    """torch's count of writes to the gradient."""
+    fingerprint: torch.Tensor
+
+    def is_same_tensor(self) -> bool:
+        return self.parameter.grad is self.gradient
+
+
 class PushedGradients:
     """Fingerprints of gradients that were pushed in the backward pass, before the optimizer steps."""
 
     def __init__(self) -> None:
-        self._pushed: dict[torch.Tensor, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._pushed: dict[int, _PushedGradient] = {}  # by identity: a tensor's hash is a slow Python function
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._pushed
-
-    def record(self, parameter: torch.Tensor) -> None:
-        """Record the gradient of a parameter as it is pushed.
+    def record(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record gradients as they are pushed. The parts of a large one are pushed one by one, and the first counts.
 
         Args:
-            parameter: The parameter, with a gradient.
+            parameters: Parameters with a gradient.
         """
-        assert parameter.grad is not None
-        self._pushed[parameter] = parameter.grad, parameter.grad._version, _fingerprint(parameter.grad)
+        new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._pushed}
+        gradients = [parameter.grad for parameter in new.values() if parameter.grad is not None]
+        for parameter, gradient, fingerprint in zip(new.values(), gradients, _fingerprints(gradients), strict=True):
+            self._pushed[id(parameter)] = _PushedGradient(parameter, gradient, gradient._version, fingerprint)
 
     def clear(self) -> None:
         """Drop all recorded gradients."""
@@ -42,30 +53,26 @@ class PushedGradients:
 
         Clipping the norm and unscaling multiply all gradients alike. Fingerprints, sum and norm, are then multiplied as well.
         """
-        if not self._pushed or any(parameter.grad is not pushed[0] for parameter, pushed in self._pushed.items()):
+        recorded = list(self._pushed.values())
+        if not recorded or not all(one.is_same_tensor() for one in recorded):
             return None
-        before = _stacked(fingerprint for _, _, fingerprint in self._pushed.values())
-        now = _stacked(_fingerprint(gradient) for gradient, _, _ in self._pushed.values())
+        before, now = _before_and_now(recorded)
         norm = float(torch.linalg.vector_norm(before[:, 1]))
         factor = float(torch.linalg.vector_norm(now[:, 1])) / norm if norm else 1.0
         tolerance = FACTOR_TOLERANCE * factor * before.abs().amax(1, keepdim=True)
         return factor if bool(((now - factor * before).abs() <= tolerance).all()) else None
 
-    def unchanged(self) -> set[torch.Tensor]:
-        """Return the parameters whose gradient has not changed since its push. Fingerprints also detect writes through `.data`."""
-        same = [
-            (parameter, before)
-            for parameter, (gradient, version, before) in self._pushed.items()
-            if parameter.grad is gradient and gradient._version == version
-        ]
-        unchanged = set()
-        for device in {before.device for _, before in same}:
-            here = [(parameter, before) for parameter, before in same if before.device == device]
-            before = torch.stack([fingerprint for _, fingerprint in here])
-            now = torch.stack([_fingerprint(parameter.grad) for parameter, _ in here])
-            changed = ((before != now) & ~(before.isnan() & now.isnan())).any(1).tolist()
-            unchanged |= {parameter for (parameter, _), differs in zip(here, changed, strict=True) if not differs}
-        return unchanged
+    def unchanged(self) -> set[int]:
+        """Return the identities of parameters whose gradient has not changed since its push.
+
+        Fingerprints also detect writes through `.data`.
+        """
+        same = [one for one in self._pushed.values() if one.is_same_tensor() and one.gradient._version == one.version]
+        if not same:
+            return set()
+        before, now = _before_and_now(same)
+        changed = ((before != now) & ~(before.isnan() & now.isnan())).any(1).tolist()
+        return {id(one.parameter) for one, differs in zip(same, changed, strict=True) if not differs}
 
 
 class ParameterChangeCheck:
@@ -91,7 +98,8 @@ class ParameterChangeCheck:
             # A check reads all parameters once, so it includes all of them seldom.
             checks_all = first or self._steps in (1, 2, 10, 100, 1000)
             checked = range(len(self._parameters)) if checks_all else self._sample
-            self._fingerprints = {number: _fingerprint(self._parameters[number].detach()) for number in checked}
+            found = _fingerprints([self._parameters[number].detach() for number in checked])
+            self._fingerprints = dict(zip(checked, found, strict=True))
 
     def check(self, numbers: Iterable[int] | None = None) -> None:
         """Warn if recorded parameters have changed, before the servers' values overwrite them.
@@ -118,23 +126,41 @@ class ParameterChangeCheck:
         self._fingerprints.clear()
 
 
-def _stacked(fingerprints: Iterable[torch.Tensor]) -> torch.Tensor:
+def _before_and_now(recorded: Sequence[_PushedGradient]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the fingerprints of gradients at their push and now, as rows of tensors in host memory."""
+    return _stacked([one.fingerprint for one in recorded]), _stacked(_fingerprints([one.gradient for one in recorded]))
+
+
+def _stacked(fingerprints: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return fingerprints as the rows of a tensor in host memory."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for fingerprint in fingerprints:
-        by_device.setdefault(fingerprint.device, []).append(fingerprint)
-    return torch.cat([torch.stack(rows).to("cpu", torch.float64) for rows in by_device.values()])
+    rows = torch.empty(len(fingerprints), 2, dtype=torch.float64, device="cpu")
+    for numbers in _alike(fingerprints):
+        rows[numbers] = torch.stack([fingerprints[number] for number in numbers]).to("cpu", torch.float64)
+    return rows
 
 
-def _fingerprint(values: torch.Tensor | None) -> torch.Tensor:
-    """Return sum and norm in the tensor's own dtype if it is wide enough, of which torch needs no copy."""
-    assert values is not None
-    wide = None if values.dtype in (torch.float32, torch.float64) else torch.float32
-    return torch.stack((values.sum(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)))
+def _fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return sum and norm of each tensor, in few kernels. In the tensor's own dtype if it is wide enough: torch needs no copy then."""
+    found: dict[int, torch.Tensor] = {}
+    for numbers in _alike(tensors):
+        alike = [tensors[number] for number in numbers]
+        wide = None if alike[0].dtype in (torch.float32, torch.float64) else torch.float32
+        sums = torch.stack([values.sum(dtype=wide) for values in alike])
+        norms = torch.stack(list(torch._foreach_norm(alike, 2, dtype=wide)))
+        found |= dict(zip(numbers, torch.stack((sums, norms), 1).unbind(), strict=True))
+    return [found[number] for number in range(len(tensors))]
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
+    """Return the numbers of the tensors that share device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, values in enumerate(tensors):
+        groups.setdefault((values.device, values.dtype), []).append(number)
+    return groups.values()
 
 
 def _differs(before: torch.Tensor, values: torch.Tensor) -> bool:
     """Return True if values have changed, not only the order of summation, as a new memory layout does."""
-    before, now = before.double().cpu(), _fingerprint(values).double().cpu()
+    before, now = before.double().cpu(), _fingerprints([values])[0].double().cpu()
     tolerance = max(1e-4, 1e-6 * values.numel() ** 0.5) * max(float(before[1]), float(now[1]))
     return bool(((before - now).abs() > tolerance).any())

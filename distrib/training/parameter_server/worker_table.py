@@ -47,6 +47,7 @@ class WorkerTable(ChunkedParameters):
         self._first_values: dict[int, torch.Tensor] = {}
         self._received: set[int] = set()  # chunks whose buffers have held the servers' value
         self._pushed: set[int] = set()  # chunks that were pushed in this step
+        self._ready: set[int] = set()  # identities of the parameters whose gradients are complete in this step
         self._gradients = PushedGradients()
 
     # -- begin and end -------------------------------------------------------------------------------------------------
@@ -155,13 +156,14 @@ class WorkerTable(ChunkedParameters):
             return
         assert parameter.grad is not None
         refuse_sparse(parameter.grad)
-        if parameter in self._gradients:  # a second backward pass before the step
+        if id(parameter) in self._ready:  # a second backward pass before the step
             self._push_after_backward()
             return
-        self._gradients.record(parameter)
+        self._ready.add(id(parameter))
         for number in self.chunks_of[parameter]:
             self._missing[number] -= 1
             if not self._missing[number]:
+                self._gradients.record(self.parameters[piece.parameter] for piece in self.chunks[number].pieces)
                 self._push(number, final=False)
 
     def expect_unscaling(self) -> None:
@@ -205,7 +207,7 @@ class WorkerTable(ChunkedParameters):
         valid = [
             chunk
             for chunk in self._pushed
-            if all(self.parameters[piece.parameter] in unchanged for piece in self.chunks[chunk].pieces)
+            if all(id(self.parameters[piece.parameter]) in unchanged for piece in self.chunks[chunk].pieces)
         ]
         if len(valid) == len(self._pushed):
             return valid, 1.0
@@ -222,6 +224,7 @@ class WorkerTable(ChunkedParameters):
 
     def _end_step(self) -> None:
         self._repeat_pushes = False
+        self._ready.clear()
         self._gradients.clear()
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
 

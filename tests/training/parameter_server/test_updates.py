@@ -155,12 +155,26 @@ def test_the_common_factor_of_gradients(factor, seed):
     assert pushed.common_factor() is None
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-        pushed.record(parameter)
+    pushed.record(parameters)
     for parameter in parameters:
         parameter.grad.mul_(factor)
     assert pushed.common_factor() == pytest.approx(factor, rel=1e-5)
     parameters[seed % 3].grad[0] += 0.1 * factor
     assert pushed.common_factor() is None
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_gradients_of_several_types_that_have_not_changed_since_their_push(written):
+    parameters = [nn.Parameter(torch.zeros(5, dtype=getattr(torch, kind)))
+                  for kind in ("float32", "bfloat16", "float64", "float32")]  # fmt: skip
+    pushed = PushedGradients()
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    pushed.record(parameters[:3])
+    pushed.record(parameters[1:])
+    assert pushed.unchanged() == {*map(id, parameters)}
+    parameters[written].grad.data[2] = 4.0
+    assert pushed.unchanged() == {id(p) for n, p in enumerate(parameters) if n != written}
 
 
 def test_closures_evaluation_and_restored_states(make):
