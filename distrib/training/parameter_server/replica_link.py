@@ -71,7 +71,7 @@ class ReplicationTarget:
         if table.controller.follow(frame.chunk, updates, frame.version, frame.step) and len(payload):
             target = table.optimizers[frame.chunk].value
             gradient = torch.frombuffer(payload, dtype=target.dtype).view(target.shape)
-            table.optimizers[frame.chunk].apply(gradient, about["options"])
+            table.apply(frame.chunk, gradient, about["options"])
 
 
 class ReplicaLink:

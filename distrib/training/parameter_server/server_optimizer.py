@@ -154,6 +154,15 @@ class ChunkOptimizer:
             raise TrainingError(f"torch.optim.{self._spec.name} rejects its settings: {error}") from None
         return created
 
+    def use_memory(self, memory: torch.Tensor) -> None:
+        """Move the value to memory that holds a copy of it.
+
+        Args:
+            memory: The bytes of the value.
+        """
+        self.value.data = memory.view(self.value.dtype).view(self.value.shape)
+        self.flat_value = self.value.data.view(-1)
+
     def apply(self, gradient: torch.Tensor, options: dict[str, Any]) -> None:
         """Take one step.
 

@@ -119,11 +119,11 @@ class BufferPool:
         self._free.clear()
 
 
-class _Published:
-    """A chunk in the format of transfer, cached while it is sent to workers."""
+class _SentValue:
+    """A chunk's value in the format of transfer while it is sent to workers: the value itself, or a copy of another dtype."""
 
-    def __init__(self, version: int, memory: torch.Tensor) -> None:
-        self.version, self.memory, self.users = version, memory, 0
+    def __init__(self, memory: torch.Tensor, *, is_copy: bool) -> None:
+        self.memory, self.is_copy, self.users = memory, is_copy, 0
 
 
 class ServerTable:
@@ -159,7 +159,7 @@ class ServerTable:
         self.optimizers: dict[int, ChunkOptimizer] = {}
         """Chunks that have a value, and their optimizers."""
         self._pool = pool
-        self._published: dict[int, _Published] = {}
+        self._sent: dict[int, _SentValue] = {}
         self.snapshot_cache: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by chunk, version and bytes
         self._sent_values: dict[tuple[int, int], torch.Tensor] = {}  # by worker and chunk, for delay compensation
 
@@ -201,9 +201,9 @@ class ServerTable:
             )
         elif not replace:
             return
+        self._before_change(chunk)
         target = self.value(chunk)
         target.copy_(torch.frombuffer(value, dtype=target.dtype))
-        self._drop_cached(chunk)
 
     def value(self, chunk: int) -> torch.Tensor:
         """Return the present value of a chunk without a copy, flat, in the dtype of the server.
@@ -228,6 +228,17 @@ class ServerTable:
         return memoryview(array)  # type: ignore[arg-type]  # as in `as_memoryview`
 
     # -- updates ----------------------------------------------------------------------------------------------------
+
+    def apply(self, chunk: int, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        """Update a chunk.
+
+        Args:
+            chunk: Number of the chunk.
+            gradient: The gradient, from `effective_update` or from the log of another server.
+            options: The optimizer settings.
+        """
+        self._before_change(chunk)
+        self.optimizers[chunk].apply(gradient, options)
 
     def effective_update(
         self, chunk: int, updates: tuple[WeightedGradient, ...], groups: list[dict[str, Any]] | None
@@ -300,22 +311,25 @@ class ServerTable:
         Returns:
             Bytes that do not change, and a function to call when they are sent.
         """
-        version = self.controller.version(chunk)
-        published = self._published.get(chunk)
-        if published is None or published.version != version:
-            self._drop_cached(chunk)
-            memory = self._pool.take(self.transfer_bytes[chunk])
-            memory.view(self._transfer_dtypes[chunk]).copy_(self.value(chunk))
-            published = self._published[chunk] = _Published(version, memory)
-        published.users += 1
+        if (value := self._sent.get(chunk)) is None:
+            value = self._sent[chunk] = self._value_to_send(chunk)
+        value.users += 1
         self._record_sent(chunk, worker)
 
         def sent() -> None:
-            published.users -= 1
-            if not published.users and self._published.get(chunk) is not published:
-                self._pool.give_back(published.memory)
+            value.users -= 1
+            if not value.users and self._sent.get(chunk) is not value:
+                self._pool.give_back(value.memory)
 
-        return as_memoryview(published.memory), sent
+        return as_memoryview(value.memory), sent
+
+    def _value_to_send(self, chunk: int) -> _SentValue:
+        own, dtype = self.value(chunk), self._transfer_dtypes[chunk]
+        if dtype == own.dtype:
+            return _SentValue(own.view(torch.uint8), is_copy=False)
+        memory = self._pool.take(self.transfer_bytes[chunk])
+        memory.view(dtype).copy_(own)
+        return _SentValue(memory, is_copy=True)
 
     def publish_into(self, chunk: int, worker: int, memory: torch.Tensor) -> None:
         """Write a chunk's present value into memory that a worker shares.
@@ -332,11 +346,15 @@ class ServerTable:
         if self.strategy.delay_compensation:
             self._sent_values[worker, chunk] = self.value(chunk).clone()
 
-    def _drop_cached(self, chunk: int) -> None:
+    def _before_change(self, chunk: int) -> None:
+        """Drop copies of a chunk's value. If the value itself is being sent, the chunk goes on with a copy."""
         self.snapshot_cache.pop(chunk, None)
-        published = self._published.pop(chunk, None)
-        if published and not published.users:
-            self._pool.give_back(published.memory)
+        if (value := self._sent.pop(chunk, None)) is None:
+            return
+        if value.users and not value.is_copy:
+            self.optimizers[chunk].use_memory(self._pool.take(value.memory.numel()).copy_(value.memory))
+        elif value.is_copy and not value.users:
+            self._pool.give_back(value.memory)
 
     # -- serialization -------------------------------------------------------------------------------------------------
 

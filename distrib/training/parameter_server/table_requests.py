@@ -114,7 +114,7 @@ class TableRequests:
                 push_id = effect.updates[0].worker
                 options = table.options.get(self._pushers.get(push_id, push_id))
                 gradient, options_used, memory = table.effective_update(effect.chunk, effect.updates, options)
-                table.optimizers[effect.chunk].apply(gradient, options_used)
+                table.apply(effect.chunk, gradient, options_used)
                 release = functools.partial(self._pool.give_back, memory)
                 self._replication.log(table, effect, gradient, options_used, release)
             elif isinstance(effect, PushReply):

@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from distrib.errors import TrainingError
-from distrib.strategy import Gradients
+from distrib.strategy import Gradients, Strategy
 from distrib.training.checkpoint import checkpoint_format
 from distrib.training.grad_scaler import ScalerSteps
 from distrib.training.gradient_accumulation import BatchSamples
 from distrib.training.optimizer_step import OptimizerStepper
 from distrib.training.parameter_server import transport as wire
 from distrib.training.parameter_server.parameter_changes import PushedGradients
+from distrib.training.parameter_server.partitioning import ParameterSpec
 from distrib.training.parameter_server.server_link import ServerLink
-from distrib.training.parameter_server.server_optimizer import OptimizerSpec, with_own_momentum
+from distrib.training.parameter_server.server_optimizer import OptimizerSpec, group_options, with_own_momentum
+from distrib.training.parameter_server.server_table import BufferPool, ServerTable, TableDescription
 from distrib.training.parameter_server.transport import Frame, FrameKind
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
 from tests.support import parameter_server_cluster
@@ -175,6 +177,28 @@ def test_gradients_of_several_types_that_have_not_changed_since_their_push(writt
     assert pushed.unchanged() == {*map(id, parameters)}
     parameters[written].grad.data[2] = 4.0
     assert pushed.unchanged() == {id(p) for n, p in enumerate(parameters) if n != written}
+
+
+@pytest.mark.parametrize("transfer_format", ["fp32", "bf16"])
+def test_a_value_does_not_change_while_it_is_sent(monkeypatch, tmp_path, transfer_format):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the first optimizer would set it
+    (group,) = torch.optim.SGD([torch.zeros(1)], 1.0).param_groups
+    description = TableDescription(
+        OptimizerSpec("SGD"), (ParameterSpec("weight", (1000,)),), (group_options(group),), 1, transfer_format
+    )
+    table = ServerTable(0, description, 0, {0, 1}, Strategy(mode="async"), BufferPool())
+    table.set_value(0, bytearray(4000), replace=True)
+    for step in range(3):
+        (first, first_is_sent), (second, second_is_sent) = table.publish(0, 0), table.publish(0, 1)
+        before = bytes(first)
+        table.apply(0, torch.ones(1000), group_options(group))
+        assert (bytes(first), bytes(second)) == (before, before)
+        assert set(table.value(0).tolist()) == {-1.0 - 2 * step}
+        first_is_sent()
+        second_is_sent()
+        newer, _ = table.publish(0, 0)
+        assert bytes(newer) != before
+        table.apply(0, torch.ones(1000), group_options(group))
 
 
 def test_closures_evaluation_and_restored_states(make):
