@@ -10,6 +10,7 @@ from distrib.bandwidth_model.bottleneck import RingLink
 from distrib.bandwidth_model.fabric import Fabric, find_fabric
 from distrib.bandwidth_model.memory_estimate import USABLE_FRACTION
 from distrib.bandwidth_model.prediction import Bottleneck, NeededNetwork, Overhead, Prediction, ScalingLimit
+from distrib.bandwidth_model.server_throughput import server_bytes_per_second
 from distrib.bandwidth_model.sharding import on_shard, shard_group, sharded_memory_bytes
 from distrib.bandwidth_model.step_model import (
     compute_seconds,
@@ -26,6 +27,7 @@ from distrib.bandwidth_model.workload_catalog import on_cpus
 from distrib.cluster.topology import LIMITS, Topology
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
+from distrib.units import bit_rate_text
 
 TARGET_EFFICIENCY = 0.9
 NEGLIGIBLE_FRACTION = 0.02
@@ -126,7 +128,8 @@ def predict_limit(
         LIMITS.max_bytes_per_second
     )
     step, free = (predict_fabric_step(each, workload, strategy, buckets) for each in (best, without_links))
-    latency_seconds = min(free.exposed_seconds, step.exposed_seconds)
+    is_latency = not _server_limit(best, workload, strategy)
+    latency_seconds = min(free.exposed_seconds, step.exposed_seconds) if is_latency else 0.0
     cause = _AS_MEASURED if fabric.is_slower_than_links else _LATENCY
     return ScalingLimit(
         efficiency=_efficiency(best, workload, strategy, step),
@@ -241,9 +244,7 @@ def _overheads(
     own, slowest = rank_slowness(fabric, workload, strategy), slowest_rank_factor(fabric, workload, strategy)
     link = _narrowest_link(fabric)
     ranks = synchronized_ranks(fabric, strategy)
-    exposed_by = f"link {link.name}" if link else ""
-    if _has_one_server(fabric, strategy):
-        exposed_by = f"the one parameter server: each of {fabric.ranks} ranks sends its own gradients"
+    exposed_by = _server_limit(fabric, workload, strategy) or (f"link {link.name}" if link else "")
     overheads = [
         Overhead(what=latency_cause, seconds=latency_seconds),
         Overhead(what=exposed_by, seconds=step.exposed_seconds - latency_seconds),
@@ -265,8 +266,20 @@ def _overheads(
 
 
 def _has_one_server(fabric: Fabric, strategy: Strategy) -> bool:
-    """Test if all ranks share a host with its parameter server, which then limits them, not a link."""
+    """Test if all ranks share a host with its parameter server."""
     return strategy.mode == "async" and fabric.network is None and fabric.ranks > 1
+
+
+def _server_limit(fabric: Fabric, workload: Workload, strategy: Strategy) -> str:
+    """Describe the parameter servers if they are slower than the link; empty if they are not."""
+    if _has_one_server(fabric, strategy):
+        return f"the one parameter server: each of {fabric.ranks} ranks sends its own gradients"
+    if strategy.mode != "async" or fabric.network is None:
+        return ""
+    most = server_bytes_per_second(fabric, workload, strategy)
+    if fabric.network.bytes_per_second <= most:
+        return ""
+    return f"the parameter servers: one thread each, {bit_rate_text(most)}"
 
 
 def _narrowest_link(fabric: Fabric) -> RingLink | None:
@@ -279,7 +292,11 @@ def _narrowest_link(fabric: Fabric) -> RingLink | None:
 
 def _bottleneck(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step) -> Bottleneck | None:
     link = _narrowest_link(fabric)
-    if link is None or _has_one_server(fabric, strategy) or step.exposed_seconds <= NEGLIGIBLE_FRACTION * step.seconds:
+    if (
+        link is None
+        or _server_limit(fabric, workload, strategy)
+        or step.exposed_seconds <= NEGLIGIBLE_FRACTION * step.seconds
+    ):
         return None
     needed = None
     if link is fabric.network and _efficiency(fabric, workload, strategy, step) < TARGET_EFFICIENCY:

@@ -45,8 +45,11 @@ class ServerModelSettings:
     """The step is the norm of this order of computing and communication, which hide each other imperfectly."""
     turnaround_seconds: float = 10e-3
     """From the last gradient to the updated parameters, without the network."""
-    server_bytes_per_second: float = 3.4e9
-    """The most that a server receives, adds and returns in either direction: 6.8 GB/s for both (docs/benchmarks/parameter-server.md)."""
+    memory_bytes_per_second: float = 3.4e9
+    """What a server reads and writes of memory that it shares with workers on CPUs, in both directions together."""
+    socket_bytes_per_second: float = 1.75e9
+    """What a server's thread receives and sends, in both directions together: gradients of 498 MB in 569 ms and of 102 MB in 91 to
+    120 ms beside one worker on an H200 (docs/benchmarks/gpu.md)."""
 
 
 SETTINGS = ServerModelSettings()
@@ -96,7 +99,7 @@ def parameter_server_step(fabric: Fabric, workload: Workload, strategy: Strategy
         slowness: The slowdown of the rank that sets the pace.
     """
     alone = step_timeline.synchronous_step(workload, (), batches=strategy.accumulate, slowness=slowness).seconds
-    link = _server_link(fabric)
+    link = _server_link(fabric, workload, strategy)
     if link is None:
         return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
     pushed = sum(
@@ -104,7 +107,7 @@ def parameter_server_step(fabric: Fabric, workload: Workload, strategy: Strategy
     )
     pushing = fabric.ranks_per_host / ranks_per_push(fabric, strategy)
     goodput = max(SETTINGS.min_goodput, 1 - SETTINGS.goodput_loss_per_host * (fabric.hosts - 1) / pushing)
-    busy = _busy_seconds(fabric, strategy, pushed) / goodput
+    busy = _busy_seconds(fabric, link, strategy, pushed) / goodput
     servers = strategy.servers or fabric.hosts
     chunk = min(chunk_bytes(int(pushed), servers), pushed)
     own = alone + SETTINGS.turnaround_seconds + 2 * link.curve.seconds(chunk)
@@ -113,19 +116,31 @@ def parameter_server_step(fabric: Fabric, workload: Workload, strategy: Strategy
     return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
 
 
-def _server_link(fabric: Fabric) -> RingLink | None:
-    link = fabric.network or fabric.intra_node
-    if link is None or link.bytes_per_second <= SETTINGS.server_bytes_per_second:
+def server_bytes_per_second(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
+    """Return the rate of a link that keeps a server's thread busy, in one direction.
+
+    A link to dedicated servers carries gradients in one direction and values in the other. Beside the workers, it carries both in
+    each direction.
+
+    Args:
+        fabric: The links of the job.
+        workload: One rank's step.
+        strategy: The strategy of the job.
+    """
+    is_shared = fabric.network is None and workload.device == "cpu"
+    both = SETTINGS.memory_bytes_per_second if is_shared else SETTINGS.socket_bytes_per_second
+    return both / 2 if strategy.servers else both
+
+
+def _server_link(fabric: Fabric, workload: Workload, strategy: Strategy) -> RingLink | None:
+    link, most = fabric.network or fabric.intra_node, server_bytes_per_second(fabric, workload, strategy)
+    if link is None or link.bytes_per_second <= most:
         return link
-    return msgspec.structs.replace(
-        link, curve=link.curve.slower(link.bytes_per_second / SETTINGS.server_bytes_per_second)
-    )
+    return msgspec.structs.replace(link, curve=link.curve.slower(link.bytes_per_second / most))
 
 
-def _busy_seconds(fabric: Fabric, strategy: Strategy, size_bytes: float) -> float:
+def _busy_seconds(fabric: Fabric, link: RingLink, strategy: Strategy, size_bytes: float) -> float:
     """Compute the time for which one step of all workers occupies the busiest link; parameters are as large as gradients."""
-    link = _server_link(fabric)
-    assert link is not None
     together = ranks_per_push(fabric, strategy)
     each = fabric.ranks_per_host // together
     if strategy.servers:

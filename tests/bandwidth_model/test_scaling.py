@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from distrib.bandwidth_model.hypothetical import hypothetical_cluster, parse_network_option
-from distrib.bandwidth_model.scaling import predict_step
+from distrib.bandwidth_model.scaling import predict_limit, predict_step
 from distrib.bandwidth_model.workload import Gradient
 from distrib.bandwidth_model.workload_catalog import catalog_workload
 from distrib.cluster.topology import parse_topology
@@ -192,3 +192,21 @@ def test_mode_async_on_one_host_says_why_it_is_slower_than_on_two():
     assert any("mode async on one host: each of 8 ranks" in note for note in one.notes)
     assert not any("mode async" in note for note in two.notes)
     assert one.cap is None and one.losses[0].what.startswith("the one parameter server: ")
+
+
+def test_parameter_servers_that_are_slower_than_the_network_are_named():
+    work, strategy = catalog_workload("ResNet-50", "A100"), Strategy(mode="async")
+
+    def on(network):
+        return hypothetical_cluster(("n1", "n2"), 4, "A100-SXM4-80GB", parse_network_option(network, None))
+
+    fast, slow = (predict_step(on(name), work, strategy, hosts=2, ranks_per_host=4) for name in ("4 x HDR", "10GbE"))
+    assert fast.cap is None and fast.losses[0].what.startswith("the parameter servers: ")
+    assert slow.cap is not None and "10GbE" in slow.cap.link
+    assert predict_step(on("4 x NDR"), work, strategy, hosts=2, ranks_per_host=4).efficiency == fast.efficiency
+    limit = predict_limit(on("10GbE"), work, strategy, hosts=2, ranks_per_host=4)
+    assert [one.what.partition(":")[0] for one in limit.losses][:1] == ["the parameter servers"]
+    dedicated = [
+        predict_step(on("4 x HDR"), work, Strategy(mode="async", servers=n), hosts=2, ranks_per_host=4) for n in (1, 4)
+    ]
+    assert dedicated[0].efficiency < dedicated[1].efficiency
