@@ -386,18 +386,18 @@ def _miscounted(folder: str, workers: int) -> str:
     """
     import torch
 
-    refused = {int(path.suffix[1:]): int(path.read_text()) for path in Path(folder).glob("done.*")}
+    finished = [int(path.suffix[1:]) for path in Path(folder).glob("noted.*")]
     lives = {int(path.suffix[1:]): len(path.read_text()) for path in Path(folder).glob("lives.*")}
-    for rank in refused:
+    for rank in finished:
         before, after = json.loads(Path(folder, f"noted.{rank}").read_text())
         for values in torch.load(Path(folder, f"held.{rank}.pt"), weights_only=True).values():
             for worker in range(workers):
                 low, high = values[worker::workers].min().item(), values[worker::workers].max().item()
                 steps = before.get(str(worker), 0)
-                most = after.get(str(worker), 0) + lives.get(worker, 0) - (worker in refused)
-                if not steps - refused.get(worker, 0) <= low <= high <= most:
+                most = after.get(str(worker), 0) + lives.get(worker, 0) - (worker in finished)
+                if not steps <= low <= high <= most:
                     return f"worker {worker} had {steps} steps acknowledged, the servers hold {low:g} to {high:g}"
-    return "" if refused else "no worker reached the end"
+    return "" if finished else "no worker reached the end"
 
 
 def _process(cluster: Cluster, host: str, what: str) -> int:
@@ -405,13 +405,8 @@ def _process(cluster: Cluster, host: str, what: str) -> int:
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:  # `ip netns pids` may miss a process while other processes start and exit
         for pid, command in cluster.processes(host).items():
-            words = command.split()
-            if (
-                len(words) > 2
-                and "python" in words[0]
-                and "distrib_launch" not in command
-                and "distrib-launch" not in command
-            ) and (words[2] == "distrib.training.parameter_server") == (what == "server"):
+            _, is_rank, program = command.partition("run_script.py ")
+            if is_rank and program.startswith("-m distrib.training.parameter_server") == (what == "server"):
                 return pid
         time.sleep(0.05)
     raise RuntimeError(f"no {what} on {host}")
