@@ -46,10 +46,16 @@ class ServerModelSettings:
     turnaround_seconds: float = 10e-3
     """From the last gradient to the updated parameters, without the network."""
     memory_bytes_per_second: float = 3.4e9
-    """What a server reads and writes of memory that it shares with workers on CPUs, in both directions together."""
+    """Throughput of one server over shared memory, gradients and values together.
+
+    Measured between 2.6 GB/s with 10 MB and 4.2 GB/s with 100 MB (docs/benchmarks/parameter-server.md).
+    """
     socket_bytes_per_second: float = 1.75e9
-    """What a server's thread receives and sends, in both directions together: gradients of 498 MB in 569 ms and of 102 MB in 91 to
-    120 ms beside one worker on an H200 (docs/benchmarks/gpu.md)."""
+    """Throughput of one server over sockets, gradients and values together.
+
+    Measured with one worker on an H200: a step of GPT-2 took 569 ms with 498 MB in each direction. ResNet-50 agrees: 102 MB in 91 to
+    120 ms (docs/benchmarks/gpu.md).
+    """
 
 
 SETTINGS = ServerModelSettings()
@@ -117,7 +123,7 @@ def parameter_server_step(fabric: Fabric, workload: Workload, strategy: Strategy
 
 
 def server_bytes_per_second(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
-    """Return the rate of a link that keeps a server's thread busy, in one direction.
+    """Return the link rate in one direction at which the thread of a server is fully busy.
 
     A link to dedicated servers carries gradients in one direction and values in the other. Beside the workers, it carries both in
     each direction.

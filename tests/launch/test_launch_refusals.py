@@ -114,7 +114,7 @@ def test_a_removed_working_directory_is_refused(tmp_path):
 
 
 def test_an_unwritable_profile_is_refused_before_the_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # the run directory exists for a moment, which other tests would see in this folder
+    monkeypatch.chdir(tmp_path)  # other tests check the shared folder while the launcher has its run directory there
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write any file
     assert cli.main(["--profile", str(tmp_path / "p.json"), str(JOB)]) == 2
     assert "p.json: cannot write it: no permission; name a file to write" in capsys.readouterr().err

@@ -44,11 +44,10 @@ class ModelSynchronizer:
         self._hooked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._first_sums: dict[nn.Module, dict[str, torch.Tensor]] = {}  # of parameters at a model's first call
         self._called: dict[WorkerTable, set[nn.Module]] = {}  # modules that ran since a table's last step
-        # Kept from step to step, as loops over all parameters would take longer than a small update:
+        # Cached between steps: a loop over all parameters takes longer than a small update.
         self._own_chunks: weakref.WeakKeyDictionary[nn.Module, _OwnChunks] = weakref.WeakKeyDictionary()
-        self._late: dict[
-            WorkerTable, tuple[set[nn.Module], list[int]]
-        ] = {}  # modules that ran, chunks of no such module
+        # By table: the modules that ran in the last step, and the chunks with parameters of other modules.
+        self._late: dict[WorkerTable, tuple[set[nn.Module], list[int]]] = {}
         self._root: nn.Module | None = None  # the module that is being saved or loaded
         self._inner: set[nn.Module] = set()  # the modules in it
 

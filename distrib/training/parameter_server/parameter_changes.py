@@ -34,7 +34,7 @@ class PushedGradients:
         self._pushed: dict[int, _PushedGradient] = {}  # by identity: a tensor's hash is a slow Python function
 
     def record(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record gradients as they are pushed. The parts of a large one are pushed one by one, and the first counts.
+        """Record the gradients of a chunk as it is pushed. A parameter in several chunks is recorded with the first of them.
 
         Args:
             parameters: Parameters with a gradient.
@@ -140,7 +140,7 @@ def _stacked(fingerprints: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return sum and norm of each tensor, in few kernels. In the tensor's own dtype if it is wide enough: torch needs no copy then."""
+    """Return sum and norm of each tensor, in few kernels. Tensors of 16 bits are summed in 32 bits."""
     found: dict[int, torch.Tensor] = {}
     for numbers in _alike(tensors):
         alike = [tensors[number] for number in numbers]
@@ -152,7 +152,7 @@ def _fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
-    """Return the numbers of the tensors that share device and dtype."""
+    """Group tensors by device and dtype. Returns the indices of each group."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, values in enumerate(tensors):
         groups.setdefault((values.device, values.dtype), []).append(number)

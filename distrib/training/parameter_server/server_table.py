@@ -347,7 +347,7 @@ class ServerTable:
             self._sent_values[worker, chunk] = self.value(chunk).clone()
 
     def _before_change(self, chunk: int) -> None:
-        """Drop copies of a chunk's value. If the value itself is being sent, the chunk goes on with a copy."""
+        """Prepare a chunk's value for a change: drop its cached copies, and move it to new memory while the old is being sent."""
         self.snapshot_cache.pop(chunk, None)
         if (value := self._sent.pop(chunk, None)) is None:
             return

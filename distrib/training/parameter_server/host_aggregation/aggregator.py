@@ -50,7 +50,7 @@ class _ChunkRound:
         self.uncommitted: list[tuple[int, int]] = []  # workers and steps of the mean that was pushed and not committed
         self.in_flight: ApplyUpdate | None = None  # committed and not answered
         self.due: deque[ApplyUpdate] = deque()
-        self.last_step = 0  # the server accepts later steps only
+        self.last_step = 0  # the server accepts only steps after it
 
 
 class HostAggregator:
@@ -179,7 +179,7 @@ class HostAggregator:
                 actions.append(PushMean(chunk, sent.updates[0].step, sent.updates, final=True))
         elif (ready := state.controller.complete_round(chunk)) and _contributors(ready) != state.uncommitted:
             state.uncommitted = _contributors(ready)
-            state.last_step = max(state.last_step, ready[0].step - 1)  # the server drops what it holds of earlier steps
+            state.last_step = max(state.last_step, ready[0].step - 1)  # the server drops gradients of earlier steps
             actions.append(PushMean(chunk, ready[0].step, ready, final=False))
         return actions
 
